@@ -25,6 +25,7 @@ CLIENTS = {
     "test_serve.py": (["fastapi", "openai", "uvicorn"], []),
     "test_space.py": (["gradio"], []),
     "test_space_browser.py": (["gradio"], ["chromium"]),
+    "test_torchrl.py": (["gymnasium", "tensordict", "torchrl"], []),
     "test_trl.py": (["trl"], []),
     "test_webdataset.py": (["webdataset"], []),
 }
