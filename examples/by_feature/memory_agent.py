@@ -19,7 +19,9 @@ for the first five. In all but CartPole a reward depends on one action alone, an
 
 Every `--block` updates all episodes begin anew, from seeds of their own, and a checkpoint is written: a run that
 goes on with `--resume` is the run that was not stopped. TensorBoard has the curves, and `--table` says how far a run
-is that has not ended. At the end the agent plays held-out episodes, without chance in its choices.
+is that has not ended. At the end the agent plays held-out episodes, without chance in its choices,
+and a Transformer-XL's policy is written to the run's folder as `agent`, which
+`AutoModelForTokenClassification.from_pretrained` loads: `watch_agent.py`.
 """
 
 import argparse
@@ -112,11 +114,12 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
+from huggingface_hub import EvalResult, ModelCardData
 from torch import Tensor, nn
 from torch.distributions import Categorical
 from tqdm import tqdm
 
-from txl_hf import TransfoXLConfig, TransfoXLModel
+from txl_hf import TransfoXLConfig, TransfoXLForTokenClassification, TransfoXLModel
 from txl_hf.files import keep_options, whole_file, write_text
 from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
@@ -414,6 +417,9 @@ class Run:
             "seconds": round(self.seconds, 1), "curve": self.curve,
         }  # fmt: skip
         write_text(self.folder / RESULT, json.dumps(result) + "\n")
+        if isinstance(self.agent.memory, TransformerMemory):
+            settings = json.loads((self.folder / "options.json").read_text(encoding="utf-8"))
+            save_policy(self.folder / "agent", self.agent.memory, self.agent.actor, settings, result)
         print(f"{self.folder.name}: {held_out:.3f} on {options.episodes} held-out episodes")
 
     def begin_block(self):
@@ -498,6 +504,39 @@ class Run:
             # The first episode of each.
             returns = {i: each for i, each in enumerate(ended) if each is not None} | returns
         return float(np.mean(list(returns.values())))
+
+
+def save_policy(folder: Path, memory: TransformerMemory, actor: nn.Linear, settings: dict, result: dict[str, Any]):
+    """The policy as a model of transformers, a class for each action at each observation; with its card."""
+    memory.model.config.num_labels = actor.out_features
+    policy = TransfoXLForTokenClassification(memory.model.config)
+    policy.transformer, policy.score = memory.model, actor
+    policy.save_pretrained(folder)
+    name, returned = f"{result['env']}-{result['seed']}", f"mean return of {result['episodes']} held-out episodes"
+    measured = EvalResult(
+        task_type="reinforcement-learning",
+        dataset_type=result["env"],
+        dataset_name=result["env"],
+        metric_type="mean_reward",
+        metric_name=returned,
+        metric_value=round(result["held_out"], 4),
+    )
+    tags = ["transformer-xl", "reinforcement-learning"]
+    data = ModelCardData(library_name="transformers", tags=tags, model_name=name, eval_results=[measured])
+    text = f"""---
+{data.to_yaml()}
+---
+
+# {name}
+
+An agent with a memory, whose {returned} of `{result["env"]}` is {result["held_out"]:.3f}. With
+`import txl_hf`, `AutoModelForTokenClassification.from_pretrained` loads it, and `watch_agent.py` plays it. Its inputs
+are observations, `inputs_embeds`; the class with the highest logit is the action.
+
+Trained by `memory_agent.py` for {result["steps"]:,} environment steps:
+{", ".join(f"{option} {value}" for option, value in sorted(settings.items()))}.
+"""
+    write_text(folder / "README.md", text)
 
 
 # --- table -----------------------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from scripts import run_script
 from txl_hf import TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
@@ -38,6 +39,7 @@ SCRIPTS = [
     "memory_probe",
     "music_events",
     "streaming_generation",
+    "watch_agent",
 ]
 
 
@@ -749,6 +751,39 @@ def test_an_agent_that_was_finished_within_a_block_learns_further(script, tmp_pa
     (run.folder / "result.json").write_text(json.dumps(result | {"curve": []}))
     module.tabulate(run.folder.parent)
     assert (run.folder.parent / "agents.png").exists()
+
+
+def test_an_agent_is_saved_with_its_card_and_plays_on(script, tmp_path):
+    """One held-out episode, whose return is that of the run."""
+    run = script("memory_agent").Run(agent_options(script("memory_agent"), tmp_path, "--episodes", "1"))
+    run.train()
+    result, folder = json.loads((run.folder / "result.json").read_text()), run.folder / "agent"
+    loaded = AutoModelForTokenClassification.from_pretrained(folder)
+    assert AutoModel.from_pretrained(folder).config.num_labels == 4
+    observations, resets = torch.eye(4)[[0, 2, 1, 3, 3]][None], torch.zeros(1, 5, dtype=torch.bool)
+    with torch.no_grad():
+        logits = loaded(inputs_embeds=observations).logits.log_softmax(-1)
+        torch.testing.assert_close(logits, run.agent(observations, resets, {})[0].logits, atol=1e-5, rtol=1e-5)
+    module = script("watch_agent")
+    attended, returned = module.watch(loaded, module.Environments("recall", 1))
+    assert returned == pytest.approx(result["held_out"], abs=1e-6)
+    torch.testing.assert_close(attended.sum(-1), torch.ones(20))
+    assert attended[0, 0] == 1 and (attended[1, :2] > 0).all() and not attended[1, 2:].any(), "the present one first"
+    [measured] = ModelCard.load(folder / "README.md").data.eval_results
+    assert (measured.dataset_name, measured.metric_value) == ("recall", round(result["held_out"], 4))
+
+
+@pytest.mark.parametrize("task", ["repeat_previous_medium", "repeat_previous_hard"])
+def test_the_committed_agents_do_what_their_cards_say(task, tmp_path):
+    """In another process, which draws what one of them attends to."""
+    pytest.importorskip("popgym")
+    folder = ROOT / "examples" / "results" / "agents" / task
+    [measured] = ModelCard.load(folder / "README.md").data.eval_results
+    watch = [FOLDER / "watch_agent.py", "--agent", folder, "--env", task, "--output", tmp_path / "seen.png"]
+    process = run_script(*watch, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert figures(r"return ([\d.]+)", process.stdout) == [pytest.approx(measured.metric_value, abs=0.02)]
+    assert (tmp_path / "seen.png").stat().st_size > 5000
 
 
 def test_fewer_steps_than_an_agent_has_done_are_refused(script, tmp_path):
