@@ -15,7 +15,7 @@ Tasks of POPGym (`pip install popgym`) are `repeat_previous`, its easy one, `rep
 `repeat_previous_hard`, where the card of 3, 31 and 63 observations before is to be named; `count_recall`, how often a
 colour was dealt; `autoencode`, where 52 cards are to be named backwards; `position_cartpole`, CartPole without its
 velocities. `recall` needs no package. `--memory_length` counts the present observation: at least 4, 32, 64, 51 and 103
-for the first five. In all but CartPole a reward depends on one action alone, and `--gamma 0` learns soonest.
+for the first five. In all but CartPole a reward depends on one action alone: `--gamma 0` leaves out later ones.
 
 Every `--block` updates all episodes begin anew, from seeds of their own, and a checkpoint is written: a run that
 goes on with `--resume` is the run that was not stopped. TensorBoard has the curves, and `--table` says how far a run
