@@ -31,7 +31,7 @@ States = tuple[Tensor, Tensor]
 
 
 class Memory(nn.Module):
-    """What the policy and its buffer take for an LSTM of `num_layers` with states of `hidden_size`."""
+    """The object that the policy and its buffer take for an LSTM of `num_layers` with states of `hidden_size`."""
 
     def __init__(self, features: int, width: int, layers: int, length: int):
         super().__init__()

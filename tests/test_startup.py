@@ -117,6 +117,7 @@ def test_a_script_looks_at_its_command_line_before_any_work(script, arguments, s
         ("music/generate.py", "miditok", '"txl-hf[music]"'),
         ("generate_onnx.py", "onnxruntime", "onnxruntime tokenizers"),
         ("recurrent_ppo.py", "sb3_contrib", "sb3-contrib"),
+        ("torchrl_ppo.py", "tensordict", "torchrl"),
         ("space/app.py", "gradio", "gradio"),
         ("txl_hf.lm_eval", "lm_eval", '"txl-hf[lm-eval]"'),
     ],

@@ -44,6 +44,7 @@ SHORTER = {
     "document_resets.py": "--epochs 1 --segment_length 8 --batch_size 2 --rounds 1",
     "genome_labels.py": "--window 32 --memory 32 --batch_size 4 --width 16",
     "memory_agent.py": "--steps 128 --num_envs 4 --window 16 --width 16 --episodes 4",
+    "memory_probe.py": "--offsets 4 --observations 500 --streams 2 --window 16 --width 16",
 }
 
 
@@ -121,6 +122,7 @@ def test_examples(clone):
         "letters-model",
         "runs/agents",
         "plasmid-labels",
+        "probe.csv",
     ):
         assert (clone / output).exists()
 

@@ -8,23 +8,30 @@
 The loop is a single file, as CleanRL's are. What is added to PPO without a memory are three lines, marked (1) to (3):
 the window of a rollout begins with one memory, which is kept; an observation that begins an episode says so, `resets`;
 and an update reads the window at once from that memory, where the rollout read it step by step. Both give the same
-policy, so that the first ratio of an update is 1. `--memory gru` and `--memory none` are the same agent with a GRU, or
-nothing, of as many parameters.
+policy, so that the first ratio of an update is 1. `--memory gru`, `lstm` and `none` are the same agent with a GRU, an
+LSTM or nothing, of as many parameters.
 
-`repeat_previous`, `position_cartpole` and `autoencode` are POPGym's easy RepeatPrevious, CartPole without its
-velocities, and Autoencode, where 52 cards are to be named backwards (`pip install popgym`; for the last,
-`--memory_length 104 --window 104`, as long as an episode, and many more steps); `recall` needs nothing. Every
-`--block` updates all episodes begin anew, from seeds of their own, and a checkpoint is written: a run that goes on
-with `--resume` is the run that was not stopped. TensorBoard has the curves, and `--table` says how far a run is that
-has not ended. At the end the agent plays held-out episodes, without chance in its choices.
+Tasks of POPGym (`pip install popgym`) are `repeat_previous`, its easy one, `repeat_previous_medium` and
+`repeat_previous_hard`, where the card of 3, 31 and 63 observations before is to be named; `count_recall`, how often a
+colour was dealt; `autoencode`, where 52 cards are to be named backwards; `position_cartpole`, CartPole without its
+velocities. `recall` needs no package. `--memory_length` counts the present observation: at least 4, 32, 64, 51 and 103
+for the first five. In all but CartPole a reward depends on one action alone: `--gamma 0` leaves out later ones.
+
+Every `--block` updates all episodes begin anew, from seeds of their own, and a checkpoint is written: a run that
+goes on with `--resume` is the run that was not stopped. TensorBoard has the curves, and `--table` says how far a run
+is that has not ended. At the end the agent plays held-out episodes, without chance in its choices,
+and a Transformer-XL's policy is written to the run's folder as `agent`, which
+`AutoModelForTokenClassification.from_pretrained` loads: `watch_agent.py`.
 """
 
 import argparse
 import csv
+import importlib
 import json
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +39,20 @@ from typing import Any, NamedTuple
 import common
 from txl_hf.command_line import at_least_one, one_line_errors, positive
 
-MEMORIES = ("transfo-xl", "gru", "none")
+MEMORIES = ("transfo-xl", "gru", "lstm", "none")
+# Tasks of POPGym: the module in popgym.envs and the class.
+POPGYM = {
+    "repeat_previous": ("repeat_previous", "RepeatPreviousEasy"),
+    "repeat_previous_medium": ("repeat_previous", "RepeatPreviousMedium"),
+    "repeat_previous_hard": ("repeat_previous", "RepeatPreviousHard"),
+    "count_recall": ("count_recall", "CountRecallEasy"),
+    "autoencode": ("autoencode", "AutoencodeEasy"),
+    "position_cartpole": ("position_only_cartpole", "PositionOnlyCartPoleEasy"),
+}
 # No training has this seed.
 HELD_OUT = 2**31
 PARSER = common.Parser(__doc__)
-PARSER.add_argument("--env", choices=["repeat_previous", "position_cartpole", "autoencode", "recall"])
+PARSER.add_argument("--env", choices=[*POPGYM, "recall"])
 PARSER.add_argument("--memory", choices=MEMORIES, default=MEMORIES[0], help="(%(default)s)")
 PARSER.add_argument("--seed", type=int, default=1, help="(%(default)s)")
 PARSER.add_argument("--steps", type=at_least_one, default=100_000, help="of all environments together (%(default)s)")
@@ -56,7 +72,7 @@ PARSER.add_argument("--clip", type=positive, default=0.2, help="of the ratio (%(
 PARSER.add_argument("--entropy", type=float, default=0.01, help="factor of the entropy (%(default)s)")
 PARSER.add_argument("--block", type=at_least_one, default=10, help="updates between checkpoints (%(default)s)")
 PARSER.add_argument("--episodes", type=at_least_one, default=128, help="held out, at the end (%(default)s)")
-PARSER.add_argument("--table", type=Path, metavar="OUTPUT", help="instead: agents.csv and agents.png of runs there")
+PARSER.add_argument("--table", type=Path, metavar="OUTPUT", help="instead: two tables and a picture of runs there")
 
 
 def check(options: argparse.Namespace):
@@ -98,11 +114,12 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
+from huggingface_hub import EvalResult, ModelCardData
 from torch import Tensor, nn
 from torch.distributions import Categorical
 from tqdm import tqdm
 
-from txl_hf import TransfoXLConfig, TransfoXLModel
+from txl_hf import TransfoXLConfig, TransfoXLForTokenClassification, TransfoXLModel
 from txl_hf.files import keep_options, whole_file, write_text
 from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
@@ -185,18 +202,9 @@ class Environments:
 def make_environment(name: str):
     if name == "recall":
         return Recall()
+    module, kind = POPGYM[name]
     try:
-        if name == "repeat_previous":
-            from popgym.envs.repeat_previous import RepeatPreviousEasy
-
-            return RepeatPreviousEasy()
-        if name == "autoencode":
-            from popgym.envs.autoencode import AutoencodeEasy
-
-            return AutoencodeEasy()
-        from popgym.envs.position_only_cartpole import PositionOnlyCartPoleEasy
-
-        return PositionOnlyCartPoleEasy()
+        return getattr(importlib.import_module(f"popgym.envs.{module}"), kind)()
     except ImportError as error:
         raise ValueError(f"--env {name} is POPGym's: pip install popgym ({error})") from None
 
@@ -210,7 +218,7 @@ class AgentMemory(nn.Module):
     width: int
 
     def rows(self, state: dict, rows: Tensor) -> dict:
-        """What some rows of the batch remember."""
+        """The memory of some rows of the batch."""
         return {name: tensor[rows] for name, tensor in state.items()}
 
 
@@ -252,19 +260,24 @@ class TransformerMemory(AgentMemory):
 
 
 class RecurrentMemory(AgentMemory):
-    """A GRU: the state is (B, W)."""
+    """A GRU or an LSTM: the state is (B, W), and the LSTM's cell, which a GRU leaves at 0."""
 
-    def __init__(self, features: int, width: int):
+    def __init__(self, features: int, width: int, kind: type[nn.GRUCell] | type[nn.LSTMCell]):
         super().__init__()
-        self.embed, self.cell, self.width = nn.Linear(features, width), nn.GRUCell(width, width), width
+        self.embed, self.cell, self.width = nn.Linear(features, width), kind(width, width), width
 
     def forward(self, observations: Tensor, resets: Tensor, state: dict) -> tuple[Tensor, dict]:
-        hidden = state["hidden"] if state else observations.new_zeros(len(observations), self.width)
+        zeros = observations.new_zeros(len(observations), self.width)
+        hidden, cell = state.get("hidden", zeros), state.get("cell", zeros)
         inputs, states = self.embed(observations).tanh(), []
         for step in range(inputs.shape[1]):
-            hidden = self.cell(inputs[:, step], hidden.masked_fill(resets[:, step, None], 0))
+            hidden, cell = (each.masked_fill(resets[:, step, None], 0) for each in (hidden, cell))
+            if isinstance(self.cell, nn.LSTMCell):
+                hidden, cell = self.cell(inputs[:, step], (hidden, cell))
+            else:
+                hidden = self.cell(inputs[:, step], hidden)
             states.append(hidden)
-        return torch.stack(states, 1), {"hidden": hidden}
+        return torch.stack(states, 1), {"hidden": hidden, "cell": cell}
 
 
 class NoMemory(AgentMemory):
@@ -306,12 +319,20 @@ def count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+# From the width of an observation and of the states.
+OTHERS: dict[str, Callable[[int, int], AgentMemory]] = {
+    "gru": partial(RecurrentMemory, kind=nn.GRUCell),
+    "lstm": partial(RecurrentMemory, kind=nn.LSTMCell),
+    "none": NoMemory,
+}
+
+
 def make_agent(options: argparse.Namespace, features: int, actions: int) -> Agent:
     """With as many parameters, but for a few in a hundred, whichever memory it has."""
     wanted = Agent(TransformerMemory(features, options.width, options.layers, options.memory_length), actions)
     if options.memory == "transfo-xl":
         return wanted
-    kind = RecurrentMemory if options.memory == "gru" else NoMemory
+    kind = OTHERS[options.memory]
     with torch.device("meta"):
         sizes = {width: count(Agent(kind(features, width), actions)) for width in range(4, 16 * options.width, 2)}
     return Agent(kind(features, min(sizes, key=lambda width: abs(sizes[width] - count(wanted)))), actions)
@@ -321,7 +342,7 @@ def make_agent(options: argparse.Namespace, features: int, actions: int) -> Agen
 
 
 class Rollout(NamedTuple):
-    """What was seen and done in a window: (B, T, F) or (B, T) each; and the state that it began with."""
+    """The observations and actions of a window: (B, T, F) or (B, T) each; and the state that it began with."""
 
     observations: Tensor
     resets: Tensor
@@ -396,6 +417,9 @@ class Run:
             "seconds": round(self.seconds, 1), "curve": self.curve,
         }  # fmt: skip
         write_text(self.folder / RESULT, json.dumps(result) + "\n")
+        if isinstance(self.agent.memory, TransformerMemory):
+            settings = json.loads((self.folder / "options.json").read_text(encoding="utf-8"))
+            save_policy(self.folder / "agent", self.agent.memory, self.agent.actor, settings, result)
         print(f"{self.folder.name}: {held_out:.3f} on {options.episodes} held-out episodes")
 
     def begin_block(self):
@@ -482,19 +506,56 @@ class Run:
         return float(np.mean(list(returns.values())))
 
 
+def save_policy(folder: Path, memory: TransformerMemory, actor: nn.Linear, settings: dict, result: dict[str, Any]):
+    """The policy as a model of transformers, a class for each action at each observation; with its card."""
+    memory.model.config.num_labels = actor.out_features
+    policy = TransfoXLForTokenClassification(memory.model.config)
+    policy.transformer, policy.score = memory.model, actor
+    policy.save_pretrained(folder)
+    name, returned = f"{result['env']}-{result['seed']}", f"mean return of {result['episodes']} held-out episodes"
+    measured = EvalResult(
+        task_type="reinforcement-learning",
+        dataset_type=result["env"],
+        dataset_name=result["env"],
+        metric_type="mean_reward",
+        metric_name=returned,
+        metric_value=round(result["held_out"], 4),
+    )
+    tags = ["transformer-xl", "reinforcement-learning"]
+    data = ModelCardData(library_name="transformers", tags=tags, model_name=name, eval_results=[measured])
+    text = f"""---
+{data.to_yaml()}
+---
+
+# {name}
+
+An agent with a memory, whose {returned} of `{result["env"]}` is {result["held_out"]:.3f}. With
+`import txl_hf`, `AutoModelForTokenClassification.from_pretrained` loads it, and `watch_agent.py` plays it. Its inputs
+are observations, `inputs_embeds`; the class with the highest logit is the action.
+
+Trained by `memory_agent.py` for {result["steps"]:,} environment steps:
+{", ".join(f"{option} {value}" for option, value in sorted(settings.items()))}.
+"""
+    write_text(folder / "README.md", text)
+
+
 # --- table -----------------------------------------------------------------------------------------------------------
 
 
 def tabulate(folder: Path):
-    """agents.csv, a row for each run, and agents.png, the curves with their spread."""
+    """agents.csv, a row for each finished run; curves.csv, the returns of all; agents.png, curves and their spread."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    returns: list[dict[str, Any]] = []
     for path in sorted(folder.glob("*/checkpoint.pt")):
+        found = torch.load(path, weights_only=True)
+        begun = json.loads(path.with_name("options.json").read_text(encoding="utf-8"))
+        run = {name: begun[name] for name in ("env", "memory", "seed")}
+        returns += [run | {"steps": steps, "return": round(reached, 4)} for steps, reached in found["curve"]]
         if not (path.parent / RESULT).exists():
-            found = torch.load(path, weights_only=True)
             reached = f", return {found['curve'][-1][1]:.3f}" if found["curve"] else ""
             print(f"{path.parent.name} goes on with --resume: {found['update']} updates{reached}")
     paths = sorted(folder.glob(f"*/{RESULT}"))
@@ -504,6 +565,7 @@ def tabulate(folder: Path):
     settings: dict[tuple[str, str], dict[str, Any]] = {}
     for path, result in zip(paths, results, strict=True):
         found = json.loads(path.with_name("options.json").read_text(encoding="utf-8"))
+        result |= {name: found[name] for name in ("memory_length", "window", "gamma")}
         found = {name: value for name, value in found.items() if name != "seed"}
         found |= {name: result[name] for name in ("steps", "episodes")}
         first = settings.setdefault((result["env"], result["memory"]), found)
@@ -512,10 +574,13 @@ def tabulate(folder: Path):
                 f"--table {folder} holds {result['env']}-{result['memory']} with {other[0]} {first.get(other[0])} and "
                 f"{found[other[0]]}, which are no seeds of one agent: keep them in folders of their own"
             )
-    with whole_file(folder / "agents.csv") as aside, aside.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [name for name in results[0] if name != "curve"])
-        writer.writeheader()
-        writer.writerows({name: value for name, value in row.items() if name != "curve"} for row in results)
+    rows = [{name: value for name, value in result.items() if name != "curve"} for result in results]
+    of_curves = ["env", "memory", "seed", "steps", "return"]
+    for name, columns, table in (("agents.csv", list(rows[0]), rows), ("curves.csv", of_curves, returns)):
+        with whole_file(folder / name) as aside, aside.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(table)
     runs: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
         runs[result["env"]][result["memory"]].append(result)

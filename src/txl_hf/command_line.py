@@ -25,6 +25,7 @@ REQUIREMENTS = {
     "peft": "peft",
     "popgym": "popgym",
     **dict.fromkeys(("gymnasium", "sb3_contrib", "stable_baselines3"), "sb3-contrib"),
+    **dict.fromkeys(("tensordict", "torchrl"), "torchrl"),
 }
 
 

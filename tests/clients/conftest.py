@@ -16,8 +16,8 @@ CLIENTS = {
     "test_onnx.py": (["onnx", "onnxruntime", "onnxscript"], []),
     # What the others need that the page has blocks of.
     "test_page.py": (
-        "bitsandbytes fastapi gradio lm_eval onnx onnxruntime onnxscript openai optimum peft sb3_contrib torchao trl "
-        "uvicorn webdataset".split(),
+        "bitsandbytes fastapi gradio lm_eval onnx onnxruntime onnxscript openai optimum peft sb3_contrib torchao torchrl "
+        "trl uvicorn webdataset".split(),
         ["curl", "npm"],
     ),
     "test_quantisation.py": (["bitsandbytes", "torchao", "optimum"], []),
@@ -25,6 +25,7 @@ CLIENTS = {
     "test_serve.py": (["fastapi", "openai", "uvicorn"], []),
     "test_space.py": (["gradio"], []),
     "test_space_browser.py": (["gradio"], ["chromium"]),
+    "test_torchrl.py": (["gymnasium", "tensordict", "torchrl"], []),
     "test_trl.py": (["trl"], []),
     "test_webdataset.py": (["webdataset"], []),
 }

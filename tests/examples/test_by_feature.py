@@ -8,12 +8,14 @@ import json
 import re
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from scripts import run_script
 from txl_hf import TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
@@ -34,9 +36,11 @@ SCRIPTS = [
     "genome_labels",
     "lora",
     "memory_agent",
+    "memory_probe",
     "music_events",
     "saved_memory",
     "streaming_generation",
+    "watch_agent",
 ]
 
 
@@ -219,6 +223,27 @@ def test_memory_agent(tmp_path):
     folder = tmp_path / "whole" / "recall-transfo-xl-1"
     assert {"checkpoint.pt", "result.json"} <= {path.name for path in folder.iterdir()}
     assert any(path.name.startswith("events.out.tfevents") for path in folder.iterdir())
+
+
+def test_memory_probe(tmp_path):
+    smoke("memory_probe", tmp_path, "--output", tmp_path / "probe.csv")
+    rows = list(csv.DictReader((tmp_path / "probe.csv").open(newline="")))
+    assert [row["memory"] for row in rows] == ["transfo-xl", "gru", "lstm"]
+    for row in rows:
+        reached = row["reached"] == "True"
+        assert reached == (float(row["right"]) >= 0.95) == (int(row["observations"]) < 20_000)
+    assert rows[0]["reached"] == "True"
+
+
+def test_a_memory_without_the_observation_that_is_asked_for_stays_at_chance(script, tmp_path):
+    """The present observation counts: 5 of them reach 4 back, which 4 do not."""
+    module = script("memory_probe")
+    given = [str(word) for word in module.smoke(tmp_path)]
+    right = [
+        module.probe(module.PARSER.parse_args([*given, "--memory_length", length]), "transfo-xl", 4, 1)["right"]
+        for length in ("4", "5")
+    ]
+    assert right[0] < 0.35 and right[1] >= 0.95
 
 
 def test_an_agent_goes_on_with_the_options_that_it_was_begun_with(tmp_path, script, monkeypatch):
@@ -687,7 +712,7 @@ def agent_options(module, folder: Path, *further: str):
     return module.PARSER.parse_args(["--env", "recall", "--output", str(folder), *sizes, *further])
 
 
-@pytest.mark.parametrize("memory", ["transfo-xl", "gru", "none"])
+@pytest.mark.parametrize("memory", ["transfo-xl", "gru", "lstm", "none"])
 def test_an_agent_learns_from_windows_what_it_did_step_by_step(script, tmp_path, memory):
     module = script("memory_agent")
     run = module.Run(agent_options(module, tmp_path, "--memory", memory))
@@ -738,7 +763,12 @@ def test_an_agent_goes_on_as_if_it_had_not_been_stopped(script, tmp_path, capsys
     module.tabulate(tmp_path / "whole")
     assert "recall  transfo-xl" in capsys.readouterr().out
     [row] = csv.DictReader((tmp_path / "whole" / "agents.csv").open(newline=""))
-    assert row["memory"] == "transfo-xl" and (tmp_path / "whole" / "agents.png").stat().st_size > 5000
+    assert row["memory"] == "transfo-xl" and row["gamma"] == "0.99"
+    returns = list(csv.DictReader((tmp_path / "whole" / "curves.csv").open(newline="")))
+    assert [(int(each["steps"]), float(each["return"])) for each in returns] == [
+        (steps, pytest.approx(reached, abs=1e-4)) for steps, reached in whole["curve"]
+    ]
+    assert (tmp_path / "whole" / "agents.png").stat().st_size > 5000
 
 
 def test_an_agent_that_was_finished_within_a_block_learns_further(script, tmp_path):
@@ -758,6 +788,39 @@ def test_an_agent_that_was_finished_within_a_block_learns_further(script, tmp_pa
     (run.folder / "result.json").write_text(json.dumps(result | {"curve": []}))
     module.tabulate(run.folder.parent)
     assert (run.folder.parent / "agents.png").exists()
+
+
+def test_an_agent_is_saved_with_its_card_and_plays_on(script, tmp_path):
+    """One held-out episode, whose return is that of the run."""
+    run = script("memory_agent").Run(agent_options(script("memory_agent"), tmp_path, "--episodes", "1"))
+    run.train()
+    result, folder = json.loads((run.folder / "result.json").read_text()), run.folder / "agent"
+    loaded = AutoModelForTokenClassification.from_pretrained(folder)
+    assert AutoModel.from_pretrained(folder).config.num_labels == 4
+    observations, resets = torch.eye(4)[[0, 2, 1, 3, 3]][None], torch.zeros(1, 5, dtype=torch.bool)
+    with torch.no_grad():
+        logits = loaded(inputs_embeds=observations).logits.log_softmax(-1)
+        torch.testing.assert_close(logits, run.agent(observations, resets, {})[0].logits, atol=1e-5, rtol=1e-5)
+    module = script("watch_agent")
+    attended, returned = module.watch(loaded, module.Environments("recall", 1))
+    assert returned == pytest.approx(result["held_out"], abs=1e-6)
+    torch.testing.assert_close(attended.sum(-1), torch.ones(20))
+    assert attended[0, 0] == 1 and (attended[1, :2] > 0).all() and not attended[1, 2:].any(), "the present one first"
+    [measured] = ModelCard.load(folder / "README.md").data.eval_results
+    assert (measured.dataset_name, measured.metric_value) == ("recall", round(result["held_out"], 4))
+
+
+@pytest.mark.parametrize("task", ["repeat_previous_medium", "repeat_previous_hard"])
+def test_the_committed_agents_do_what_their_cards_say(task, tmp_path):
+    """In another process, which draws what one of them attends to."""
+    pytest.importorskip("popgym")
+    folder = ROOT / "examples" / "results" / "agents" / task
+    [measured] = ModelCard.load(folder / "README.md").data.eval_results
+    watch = [FOLDER / "watch_agent.py", "--agent", folder, "--env", task, "--output", tmp_path / "seen.png"]
+    process = run_script(*watch, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert figures(r"return ([\d.]+)", process.stdout) == [pytest.approx(measured.metric_value, abs=0.02)]
+    assert (tmp_path / "seen.png").stat().st_size > 5000
 
 
 def test_fewer_steps_than_an_agent_has_done_are_refused(script, tmp_path):
@@ -848,7 +911,15 @@ def test_tasks_that_are_not_installed_are_named(script, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("task", "features", "actions"), [("repeat_previous", 4, 4), ("position_cartpole", 2, 2), ("autoencode", 6, 4)]
+    ("task", "features", "actions"),
+    [
+        ("repeat_previous", 4, 4),
+        ("repeat_previous_medium", 4, 4),
+        ("repeat_previous_hard", 4, 4),
+        ("count_recall", 4, 27),
+        ("autoencode", 6, 4),
+        ("position_cartpole", 2, 2),
+    ],
 )
 def test_tasks_of_popgym(script, task, features, actions):
     pytest.importorskip("popgym")
@@ -857,9 +928,49 @@ def test_tasks_of_popgym(script, task, features, actions):
     first = environments.reset([(7, i) for i in range(3)])
     assert first.shape == (3, features) and torch.equal(first, environments.reset([(7, i) for i in range(3)]))
     begun = []
-    for step in range(110):
+    for step in range(160):
         observations, rewards, begins, ended = environments.step(torch.full((3,), step % actions))
         assert observations.shape == (3, features) and rewards.abs().max() <= 1
         assert [each is not None for each in ended] == begins.tolist()
         begun.append(begins)
     assert torch.stack(begun).any(0).all()
+
+
+def name_card(seen: list[torch.Tensor], length: int) -> int:
+    """The card that was shown `length` - 1 observations before."""
+    return int(seen[-length].argmax()) if len(seen) >= length else 0
+
+
+def count_cards(seen: list[torch.Tensor]) -> int:
+    """How often the colour that is asked for has been dealt, the card on top included."""
+    return sum(int(each[:2].argmax() == seen[-1][2:].argmax()) for each in seen)
+
+
+def say_backwards(seen: list[torch.Tensor]) -> int:
+    """Of the 52 cards that were shown, the last first."""
+    said = len(seen) - 52
+    return int(seen[51 - said][2:].argmax()) if said >= 0 else 0
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "remembered"),
+    [
+        ("repeat_previous", partial(name_card, length=4), 4),
+        ("repeat_previous_medium", partial(name_card, length=32), 32),
+        ("repeat_previous_hard", partial(name_card, length=64), 64),
+        ("count_recall", count_cards, 51),
+        ("autoencode", say_backwards, 103),
+    ],
+)
+def test_a_perfect_memory_has_the_return_1_and_one_observation_less_has_not(script, task, answer, remembered):
+    """The tasks are as the script's docstring has them."""
+    pytest.importorskip("popgym")
+    environments = script("memory_agent").Environments(task, 8)
+    for length in (remembered, remembered - 1):
+        seen = [[each] for each in environments.reset([(7, i) for i in range(8)])]
+        ended = [None]
+        while ended[0] is None:
+            observations, _, _, ended = environments.step(torch.tensor([answer(each[-length:]) for each in seen]))
+            for each, observation in zip(seen, observations, strict=True):
+                each.append(observation)
+        assert (min(ended) > 1 - 1e-6) == (length == remembered)
