@@ -16,8 +16,8 @@ CLIENTS = {
     "test_onnx.py": (["onnx", "onnxruntime", "onnxscript"], []),
     # What the others need that the page has blocks of.
     "test_page.py": (
-        "bitsandbytes fastapi gradio lm_eval onnx onnxruntime onnxscript openai optimum peft sb3_contrib torchao torchrl "
-        "trl uvicorn webdataset".split(),
+        "bitsandbytes fastapi gradio lm_eval onnx onnxruntime onnxscript openai optimum peft sb3_contrib torchao "
+        "torchrl trl uvicorn webdataset".split(),
         ["curl", "npm"],
     ),
     "test_quantisation.py": (["bitsandbytes", "torchao", "optimum"], []),
