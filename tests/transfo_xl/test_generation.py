@@ -631,9 +631,9 @@ def test_a_mask_that_hides_nothing_is_given_to_no_step(make_model, make_ids, mon
     mask[0, :2] = 0 if padded else 1
     masks, forward = [], model.transformer.forward
 
-    def look(input_ids, mems, attention_mask, *args, **kwargs):
+    def look(*args, attention_mask=None, **kwargs):
         masks.append(attention_mask)
-        return forward(input_ids, mems, attention_mask, *args, **kwargs)
+        return forward(*args, attention_mask=attention_mask, **kwargs)
 
     monkeypatch.setattr(model.transformer, "forward", look)
     model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=60, eos_token_id=None)

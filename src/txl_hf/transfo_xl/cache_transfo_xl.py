@@ -311,7 +311,7 @@ class DecodingState:
         graph = torch.compiler.is_compiling()
         tensors = [] if graph else [weight for weight in weights if isinstance(weight, Tensor)]
         versions = [None if weight.is_inference() else weight._version for weight in tensors]
-        same = self.versions == (others, versions) and None not in versions
+        same = len(self.made_with) == len(tensors) and self.versions == (others, versions) and None not in versions
         same = same and all(made() is weight for made, weight in zip(self.made_with, tensors, strict=True))
         if self.distances is not None and self.reach >= reach and self.clamp_len == clamp_len and (graph or same):
             return True

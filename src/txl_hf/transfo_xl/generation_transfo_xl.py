@@ -213,8 +213,10 @@ class TransfoXLGenerationMixin(GenerationMixin):
 
     def _prepare_model_inputs(self, *args, **kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
-        if (cache := model_kwargs.pop("cache", None)) is not None:
-            model_kwargs[CACHE_NAME] = chosen_cache(model_kwargs.get(CACHE_NAME), cache)
+        cache = model_kwargs.pop("cache", None)
+        chosen = chosen_cache(model_kwargs.get("past_key_values"), cache)
+        if cache is not None:
+            model_kwargs[CACHE_NAME] = chosen
         keywords = {name: model_kwargs.get(name) for name in DOCUMENT_KEYWORDS}
         check_inputs(keywords, resets=model_kwargs.get("resets"), **{name: inputs})
         letters = "(B, L, D)" if name == "inputs_embeds" else "(B, L)"

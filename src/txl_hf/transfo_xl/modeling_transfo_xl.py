@@ -784,9 +784,20 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             check_labels(targets.flatten(), self.config.vocab_size)
         elif targets is not None:
             in_order = self.lm_head.sort_targets(targets.flatten())
-        kwargs |= {"resets": resets, "position_ids": position_ids, "seq_idx": seq_idx, "return_dict": True}
         outputs = self.transformer(
-            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, **kwargs
+            input_ids,
+            mems=mems,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            lengths=lengths,
+            mems_mask=mems_mask,
+            resets=resets,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+            return_dict=True,
+            **kwargs,
         )
         hidden_states = outputs.last_hidden_state
         if given is None or targets is None:
@@ -876,9 +887,20 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 # These positions are counted from the last real token, of which the mask alone tells.
                 real = input_ids != self.config.pad_token_id
                 attention_mask = real.flip(1).cumsum(1).flip(1) > 0
-        kwargs |= {"resets": resets, "position_ids": position_ids, "seq_idx": seq_idx, "return_dict": True}
         outputs = self.transformer(
-            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, **kwargs
+            input_ids,
+            mems=mems,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            lengths=lengths,
+            mems_mask=mems_mask,
+            resets=resets,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+            return_dict=True,
+            **kwargs,
         )
         scores = self.score(outputs.last_hidden_state)
         logits = self._of_last_real_token(scores, input_ids, attention_mask)
@@ -963,9 +985,20 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         check_inputs({}, labels=labels)
-        kwargs |= {"resets": resets, "position_ids": position_ids, "seq_idx": seq_idx, "return_dict": True}
         outputs = self.transformer(
-            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, **kwargs
+            input_ids,
+            mems=mems,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            lengths=lengths,
+            mems_mask=mems_mask,
+            resets=resets,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+            return_dict=True,
+            **kwargs,
         )
         logits = self.score(outputs.last_hidden_state)
         loss, losses = None, None
