@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS)
 # few that are templates or of another Python.
 COMPILE := @$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
-.PHONY: venv demo test test-all test-gpu test-oldest test-clients style quality docs mutants fuzz bench bench-gpu paper half-hours music clean
+.PHONY: venv demo test test-all test-gpu test-oldest test-clients style quality docs release mutants fuzz bench bench-gpu paper half-hours music clean
 
 # Train a small model on real text and see what its memory is worth; TEXT=path for a text of your own.
 demo: $(VENV)/demo-installed
@@ -69,6 +69,10 @@ quality: venv
 # The documentation, as a site in build/site. A link that leads nowhere is an error: --quiet would hide it from --strict.
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Everything of a release but the upload: sdist, wheel and an empty environment with it, in build/release, and the site.
+release: docs
+	PYTHON=$(BIN)/python .ci/release
 
 # Whether the tests would notice: 210 seeded changes to the sources, each of which some test should find.
 mutants: venv

@@ -34,7 +34,7 @@ from txl_hf import (
 )
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.data.texts import count_passed, whole
-from txl_hf.evaluation.cards import write_model_card
+from txl_hf.evaluation.cards import to_results, write_model_card
 from txl_hf.evaluation.language_model import LanguageModelEvaluation
 from txl_hf.kernels.operators import bf16_is_faster
 
@@ -134,7 +134,8 @@ def main(arguments: argparse.Namespace, text: str):
     except OSError as error:
         sys.exit(f"error: {error}")
     seconds = time.monotonic() - started
-    print(f"\nDone in {seconds:.0f} s. {arguments.output}/ holds the model, {PLOT} and continuation.txt.")
+    print(f"\nDone in {seconds:.0f} s. {arguments.output}/ holds the model, {PLOT} and continuation.txt. To write:")
+    print(f'    {Path(sys.executable).parent}/txl-generate {arguments.output} --prompt "..." --max_new_tokens 300')
 
 
 def run(text: str, arguments: argparse.Namespace, scratch: Path) -> Path:
@@ -163,9 +164,13 @@ def run(text: str, arguments: argparse.Namespace, scratch: Path) -> Path:
     folder = scratch / "output"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    write_model_card(folder / "README.md", model, arguments.output.name)
-
     evaluations = evaluate(model, tokenizer.encode_lines(lines(held_out)), unit)
+    [scored] = [evaluation for evaluation in evaluations if evaluation.memory_length == MEMORY_LENGTH]
+    names = ("perplexity", "bits_per_token", "segment_length", "memory_length")
+    dataset = "Python's standard library" if arguments.text is None else arguments.text.stem
+    results = to_results({"test": {name: getattr(scored, name) for name in names}}, dataset)
+    name = arguments.output.name
+    write_model_card(folder / "README.md", model, name, model_name=name, eval_results=results)
     plot(evaluations, folder / PLOT, unit)
 
     prompt = held_out[:PROMPT]

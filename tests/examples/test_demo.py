@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import txl_hf  # noqa: F401 -- registers Transformer-XL with the Auto classes
@@ -61,6 +62,11 @@ def test_the_whole_demo(text, tmp_path):
     assert tokenizer.decode(tokenizer("def f():\n    return 1\n")["input_ids"]) == "def f():\n    return 1\n"
     messages = [{"role": "user", "content": "def f():"}, {"role": "assistant", "content": "    return 1"}]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "def f():\n    return 1\n"
+    card, bits = ModelCard.load(folder / "README.md"), memory_table(process.stdout)["128"]
+    assert "AutoTokenizer" in card.text and "`mem_len=128, clamp_len=-1, same_length=False`" in card.text
+    figures = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    assert figures["bits_per_token"] == pytest.approx(bits, abs=5e-4)
+    assert "txl-generate demo-output --prompt" in process.stdout
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id is not None

@@ -56,8 +56,8 @@ A call returns what it remembers, and the next one goes on from there, so that a
 `outputs = model(first_ids)`, then `model(next_ids, mems=outputs.mems)`. `generate` does so by itself.
 {%- endif %}
 
-With the package `txl-hf` installed, `import txl_hf` takes the place of `trust_remote_code=True`. Lengths can be set
-when loading: `mem_len=640, clamp_len=400, same_length=True`.
+With `txl-hf` installed, `import txl_hf` takes the place of `trust_remote_code=True`. Loading takes other lengths
+than `mem_len={{ config.mem_len }}, clamp_len={{ config.clamp_len }}, same_length={{ config.same_length }}` too.
 {%- if training %}
 
 {{ training }}
