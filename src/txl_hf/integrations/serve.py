@@ -13,7 +13,6 @@ one. Four requests are answered at a time.
 """
 
 import argparse
-import errno
 import socket
 
 from transformers import AutoTokenizer
@@ -43,9 +42,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--device", help="(cuda where there is one, otherwise cpu)")
     dtypes = ["auto", "float32", "bfloat16", "float16"]
     add("--dtype", choices=dtypes, default="auto", help="auto: as the weights are (%(default)s)")
-    add("--default_seed", type=int, help="seed of requests without one")
     add("--allowed_host", metavar="NAME", action="append", default=[], help="another name that a Host header may have")
-    add("--enable_cors", action="store_true", help="allow requests from pages of any origin")
     add("--max_body", type=positive, default=1, metavar="MIB", help="bound of a request's size (%(default)s)")
     add("--max_prompt", type=at_least_one, default=100_000, metavar="TOKENS", help="bound of a prompt (%(default)s)")
     add("--max_tokens", type=at_least_one, default=4096, metavar="TOKENS", help="bound of a reply (%(default)s)")
@@ -57,21 +54,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="GIB",
         help="bound of what is kept between requests (%(default)s)",
     )
-    options = parser.parse_args(argv)
-    if not 0 <= options.port < 2**16:
-        parser.error(f"--port {options.port} must be between 0 (any that is free) and 65535")
-    return options
+    return parser.parse_args(argv)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises an OSError that names the option before a model is loaded."""
+    """A socket that listens there. Raises a ValueError that names the option before a model is loaded."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise OSError(f"--port {port} of {host} is in use: choose another, or 0 for any that is free") from None
-        raise OSError(f"--host {host} --port {port}: {error.strerror}") from None
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--host {host} --port {port}: {error}; port 0 is any that is free") from None
 
 
 def serve(options: argparse.Namespace, listener: socket.socket) -> None:
