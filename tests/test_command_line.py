@@ -104,7 +104,7 @@ def test_a_folder_that_is_no_tokenised_text_is_said(tmp_path):
     (tmp_path / "recipe.yaml").write_text("max_steps: 1\n")
     options = ["--data", str(tmp_path), "--output", str(tmp_path / "output")]
     arguments = parse_arguments([str(tmp_path / "recipe.yaml"), *options])
-    with pytest.raises(FileNotFoundError, match="is no tokenised text: write one with txl-prepare"):
+    with pytest.raises(FileNotFoundError, match="is no folder of txl-prepare, which writes one"):
         check_folders(arguments)
 
 

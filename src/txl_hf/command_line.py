@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 _TRAIN = "accelerate datasets evaluate matplotlib pandas pyarrow pytorch_optimizer tensorboard yaml"
 REQUIREMENTS = {
     **dict.fromkeys(_TRAIN.split(), "txl-hf[train]"),
-    **dict.fromkeys(("mido", "miditok", "symusic", "music21", "pretty_midi"), "txl-hf[music]"),
+    **dict.fromkeys(("miditok", "symusic", "music21", "pretty_midi"), "txl-hf[music]"),
     **dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "txl-hf[export]"),
     **dict.fromkeys(("fastapi", "uvicorn"), "txl-hf[serve]"),
     "lm_eval": "txl-hf[lm-eval]",
@@ -49,6 +50,13 @@ class CommandParser(argparse.ArgumentParser):
         name, equals, value = argument.partition("=")
         alike = (option for option in self._option_string_actions if _plain(option).startswith(_plain(name)))
         return next(alike, name)[: len(name)] + equals + value
+
+
+def option(text: str, default: Any = None) -> Any:
+    """A field of an argument class with its line in --help."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
 
 
 def _plain(option: str) -> str:
