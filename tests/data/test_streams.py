@@ -402,7 +402,7 @@ def test_an_item_of_a_long_column_costs_what_it_costs_of_a_short_one():
 
 @pytest.mark.parametrize(
     "token_ids",
-    [[1, 2.7, 3], [1, "2", 3], [1, float("nan"), 3], [1, None, 3], [1, True, 3], [1, [2], 3], [[1], [2], [3]]],
+    [[1, 2.7, 3], [1, "2", 3], [1, float("nan"), 3], [1, None, 3], [[1], [2], [3]]],
     ids=str,
 )
 def test_a_list_with_anything_but_integers_is_refused(token_ids):
