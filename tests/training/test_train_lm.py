@@ -1442,7 +1442,9 @@ def test_what_a_run_says(tmp_path, capsys, recipe, corpus, monkeypatch):
         in printed.err
     )
     assert "1/12" in printed.err and "perplexity" in printed.err.split("12/12")[0]
-    assert re.search(r"expected time: \d+ s more, at [\d,]+ tokens a second, without the validations\n", printed.err)
+    assert re.search(
+        r"expected time: 0:00:\d\d more, at [\d,]+ tokens a second, without the validations\n", printed.err
+    )
     last = printed.out.splitlines()[-1]
     output = tmp_path / "output"
     assert last.endswith(f"M parameters, is in {output}; its figures are in {output / 'results.json'}")

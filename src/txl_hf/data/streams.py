@@ -226,10 +226,9 @@ def check_document_end(
     if ends.ndim != 1 or (ends.size and ends.dtype.kind not in "iu") or (np.diff(ends) <= 0).any():
         raise ValueError("document_end must be a token id, or the places where documents end, integers that ascend")
     if ends.size and (ends[0] < 1 or ends[-1] > text_tokens):
-        place = ends[0] if ends[0] < 1 else ends[-1]
         raise ValueError(
-            f"document_end holds {place}, but documents end behind their last tokens: at 1 to {text_tokens} in this "
-            "text"
+            f"document_end goes from {ends[0]} to {ends[-1]}, but documents end behind their last tokens: at 1 to "
+            f"{text_tokens} in this text"
         )
     return ends.astype(np.int64)
 

@@ -20,8 +20,6 @@ from transformers import AutoTokenizer
 from ..command_line import CommandParser, at_least_one, hub_or_folder, not_negative, one_line_errors, positive
 from ..data.loading import find_device, load_config, load_language_model
 
-# By which configurations know it, those of old checkpoints too.
-LANGUAGE_MODELS = {"TransfoXLForCausalLM", "TransfoXLLMHeadModel"}
 # Connections beyond these are answered 503.
 CONNECTIONS = 64
 
@@ -72,9 +70,7 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
 
     from .serve_app import build_app
 
-    config = load_config(options.model, "model")
-    if (known := config.architectures) and not LANGUAGE_MODELS.intersection(known):
-        raise ValueError(f"model {options.model} is a {known[0]}, and no language model, which alone writes")
+    load_config(options.model, "model")
     device = find_device(options.device)
     model = load_language_model(options.model, dtype=options.dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)

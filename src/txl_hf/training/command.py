@@ -246,10 +246,7 @@ def check_evaluation(config: TransfoXLConfig, data: DataArguments):
     """Raise a ValueError for lengths with which the first validation, hours later, or the last would end."""
     for memory_length in [data.eval_mem_len, *data.eval_memory_lengths]:
         lengths = MemoryLengths(memory_length, data.eval_ext_len, data.eval_clamp_len, data.eval_same_length)
-        try:
-            filled = lengths.of(config)
-        except ValueError as error:
-            raise ValueError(f"--eval_mem_len or --eval_memory_lengths: {error}") from error
+        filled = lengths.of(config)
         read = filled.ext_len + (data.eval_tgt_len or config.tgt_len)
         config.positions.check_segment(read, config, given="--eval_tgt_len, with --eval_ext_len,")
 

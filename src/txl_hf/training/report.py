@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,6 @@ BEST_SCORE = "best.json"
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 # How long steps are measured to say how long all will take; of a short run a tenth will do.
 SECONDS_MEASURED = 5
-
-
-def duration(seconds: float) -> str:
-    """A time in the two largest units that it has."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 class RunReport(TrainerCallback):
@@ -119,7 +108,9 @@ class RunReport(TrainerCallback):
         left_out = "without the validations"
         if args.mem_warmup_ratio:
             left_out += " and what a longer memory will cost"
-        tqdm.write(f"expected time: {duration(left * each)} more, at {speed}, {left_out}", file=sys.stderr)
+        tqdm.write(
+            f"expected time: {timedelta(seconds=round(left * each))} more, at {speed}, {left_out}", file=sys.stderr
+        )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         loss = logs.get("loss", logs.get("eval_loss", 0.0))
