@@ -817,6 +817,33 @@ def test_early_stopping_and_the_best_checkpoint(tmp_path):
     assert len(list(tmp_path.glob("checkpoint-*"))) == 2 and not list(tmp_path.glob("_*"))
 
 
+def test_the_best_checkpoint_of_a_folder_that_was_moved(tmp_path):
+    """It is found, not removed, and loaded at the end."""
+
+    def train(folder, resume=False, **steps) -> TransfoXLTrainer:
+        trainer = make_trainer(
+            tmp_path / folder,
+            trainer={"eval_dataset": TokenStream(make_text(41, seed=1), 5, 4), "callbacks": [At(**steps)]},
+            metric_for_best_model="loss",
+            greater_is_better=True,
+            load_best_model_at_end=True,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_total_limit=2,
+            **SGD | SAVING | {"save_steps": 1, "max_steps": 6},
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    train("before", should_training_stop=3)
+    (tmp_path / "before").rename(tmp_path / "after")
+    trainer = train("after", resume=True)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "after" / "checkpoint-1")
+    assert {path.name for path in (tmp_path / "after").glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-6"}
+    losses = logged(trainer, "eval_loss")
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[0], rel=1e-6) and max(losses) == losses[0]
+
+
 @pytest.fixture(scope="module")
 def saved_run(tmp_path_factory):
     """A run with checkpoints 5, 10 and 12, its losses, and those of the steps to 20 that follow."""

@@ -347,9 +347,14 @@ class TransfoXLTrainer(Trainer):
         """As in `Trainer`, but a training is resumed where its memory is from, however long its epochs were."""
         epoch, batches = super()._init_training_state(*args, **kwargs)
         self._memory = self._empty_memory(epoch)
-        if self._resumed_from is not None and not self.args.ignore_data_skip:
-            self._memory = self._load_memory(self._resumed_from)
-            epoch, batches = self._memory.epoch, self._memory.step * self.args.gradient_accumulation_steps
+        if self._resumed_from is not None:
+            best = self._resumed_from.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+            if self.state.best_model_checkpoint is None and best.is_dir():
+                # Moved together with this one. Trainer would look for it in the folder that it writes to.
+                self.state.best_model_checkpoint = str(best)
+            if not self.args.ignore_data_skip:
+                self._memory = self._load_memory(self._resumed_from)
+                epoch, batches = self._memory.epoch, self._memory.step * self.args.gradient_accumulation_steps
         self._goes_on = True
         return epoch, batches
 
