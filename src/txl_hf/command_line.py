@@ -16,7 +16,7 @@ from typing import Any
 _TRAIN = "accelerate datasets evaluate matplotlib pandas pyarrow pytorch_optimizer tensorboard yaml"
 REQUIREMENTS = {
     **dict.fromkeys(_TRAIN.split(), "txl-hf[train]"),
-    **dict.fromkeys(("miditok", "symusic", "music21", "pretty_midi"), "txl-hf[music]"),
+    **dict.fromkeys(("mido", "miditok", "symusic", "music21", "pretty_midi"), "txl-hf[music]"),
     **dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "txl-hf[export]"),
     **dict.fromkeys(("fastapi", "uvicorn"), "txl-hf[serve]"),
     "lm_eval": "txl-hf[lm-eval]",

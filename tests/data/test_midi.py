@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import symusic
 from datasets import DatasetDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from midi_files import QUARTER, write_folder, write_piece
 from txl_hf import TransfoXLConfig
-from txl_hf.data import prepare
+from txl_hf.data import midi, prepare
 from txl_hf.data.midi import load_midi_tokenizer, make_midi_tokenizer, read_score, transpose
 from txl_hf.evaluation import score as evaluate
 from txl_hf.training import command
@@ -87,6 +89,124 @@ def test_what_is_said_behind_the_last_note_makes_no_bars(tmp_path):
     assert tokenizer.encode(read_score(path)).ids == expected
 
 
+# Of four beats, before which the track of the notes says what it is.
+SAID = {"with the notes": (0, 2), "in both": (0, 2), "in the first track": (), "in the first track and then": (2,)}
+
+
+@pytest.mark.parametrize("place", SAID)
+def test_instruments_are_of_channels_whichever_track_sets_them(tmp_path, place):
+    """Format 1: a flute whose program changes to an oboe's after two beats, and drums."""
+    file = mido.MidiFile(ticks_per_beat=QUARTER)
+    setup, flute, drums = mido.MidiTrack(), mido.MidiTrack(), mido.MidiTrack()
+    file.tracks += [setup, flute, drums]
+    setup.append(mido.MetaMessage("set_tempo", tempo=600_000))
+    for i in range(4):
+        for track, channel in ((flute, 0), (drums, 9)):
+            if track is flute and i in SAID[place]:
+                track.append(mido.Message("program_change", channel=channel, program=73 if i == 0 else 68))
+            track.append(mido.Message("note_on", channel=channel, note=60 + i, velocity=80))
+            track.append(mido.Message("note_off", channel=channel, note=60 + i, time=QUARTER))
+    if place.startswith("in the first track"):
+        setup.append(mido.Message("program_change", channel=0, program=73))
+    if place == "in the first track":
+        setup.append(mido.Message("program_change", channel=0, program=68, time=2 * QUARTER))
+    if place == "in both":
+        setup.append(mido.Message("program_change", channel=0, program=1))
+    file.save(tmp_path / "piece.mid")
+    notes = {
+        (track.program, track.is_drum, note.pitch, note.time)
+        for track in read_score(tmp_path / "piece.mid").tracks
+        for note in track.notes
+    }
+    expected = {(73 if i < 2 else 68, False, 60 + i, i * QUARTER) for i in range(4)}
+    assert notes == expected | {(0, True, 60 + i, i * QUARTER) for i in range(4)}
+
+
+def save_tracks(path, *tracks, ticks_per_beat=QUARTER):
+    """Each of `tracks` is a list of (time in ticks, message)."""
+    file = mido.MidiFile(ticks_per_beat=ticks_per_beat)
+    for track in tracks:
+        begins = [0, *(time for time, _ in track)]
+        file.tracks.append(
+            mido.MidiTrack(
+                message.copy(time=time - begin) for (time, message), begin in zip(track, begins, strict=False)
+            )
+        )
+    file.save(path)
+    return path
+
+
+def program(time, number):
+    return [(time, mido.Message("program_change", program=number))]
+
+
+def sound(time, pitch):
+    return [(time, mido.Message("note_on", note=pitch)), (time + QUARTER, mido.Message("note_off", note=pitch))]
+
+
+TEMPO = [(0, mido.MetaMessage("set_tempo", tempo=600_000))]
+# Tracks, all of one channel, and the program of each note.
+STAVES = {
+    "two staves": ([TEMPO, program(0, 6) + sound(0, 72), sound(0, 48)], {72: 6, 48: 6}),
+    "a track of programs behind the first": ([TEMPO, program(0, 40), sound(0, 60)], {60: 40}),
+    "no track of tempi": ([program(0, 6) + sound(0, 72), sound(0, 48)], {72: 6, 48: 6}),
+    "each its own": ([program(0, 6) + sound(0, 72), program(0, 7) + sound(0, 48)], {72: 6, 48: 7}),
+    "a later change": (
+        [program(0, 6) + sound(0, 72) + program(960, 20), program(0, 6) + sound(0, 48) + sound(960, 50)],
+        {72: 6, 48: 6, 50: 20},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAVES)
+def test_a_channel_has_one_instrument_whichever_track_has_its_notes(tmp_path, name):
+    tracks, expected = STAVES[name]
+    score = read_score(save_tracks(tmp_path / "piece.mid", *tracks))
+    assert {note.pitch: track.program for track in score.tracks for note in track.notes} == expected
+
+
+def test_instruments_that_cannot_be_found_are_not_made_pianos(tmp_path):
+    """What mido does not read, a text that is longer than its track, symusic leaves out."""
+    path = save_tracks(tmp_path / "piece.mid", TEMPO + program(0, 40), sound(0, 60))
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"\xff\x51\x03", b"\xff\x51\x02"))
+    with pytest.raises(
+        ValueError, match="the instruments of some tracks may be set in others, and it cannot be taken"
+    ):
+        read_score(path)
+
+
+@given(
+    tracks=st.lists(
+        st.lists(
+            st.tuples(
+                st.integers(0, 40_000),
+                st.sampled_from(["note_on", "program_change", "control_change", "pitchwheel"]),
+                st.integers(0, 15),
+            ),
+            max_size=6,
+        ),
+        max_size=4,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_no_file_with_programs_elsewhere_is_passed_by(tracks, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "any.mid"
+    timed = [
+        [(time, mido.Message(kind, channel=channel)) for time, kind, channel in sorted(track)] for track in tracks
+    ]
+    save_tracks(path, *timed)
+    kinds = [
+        {
+            kind: {channel for _, which, channel in track if which == kind} - {9}
+            for kind in ("note_on", "program_change")
+        }
+        for track in tracks
+    ]
+    elsewhere = any(one["note_on"] & other["program_change"] for one in kinds for other in kinds if one is not other)
+    assert midi._programs_may_be_elsewhere(path.read_bytes()) or not elsewhere
+
+
 def test_files_that_cannot_be_used_are_named_counted_and_left_out(tmp_path, capsys):
     folder = write_folder(tmp_path / "midi", 6)
     whole = (folder / "book 0" / "piece-0.mid").read_bytes()
@@ -124,20 +244,6 @@ def test_no_piece_and_no_transposition_of_it_is_in_two_splits(tmp_path):
             places.setdefault(name.rpartition("-")[2], set()).add(split)
     assert len(places) == 24 and all(len(splits) == 1 for splits in places.values())
     assert {split for splits in places.values() for split in splits} == set(SPLITS)
-
-
-def save_tracks(path, *tracks, ticks_per_beat=QUARTER):
-    """Each of `tracks` is a list of (time in ticks, message)."""
-    file = mido.MidiFile(ticks_per_beat=ticks_per_beat)
-    for track in tracks:
-        begins = [0, *(time for time, _ in track)]
-        file.tracks.append(
-            mido.MidiTrack(
-                message.copy(time=time - begin) for (time, message), begin in zip(track, begins, strict=False)
-            )
-        )
-    file.save(path)
-    return path
 
 
 def test_no_piece_of_another_resolution_is_in_two_splits(tmp_path):
@@ -433,6 +539,19 @@ def test_without_midi_tok_one_line_says_what_to_install(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as refused:
         prepare.main(["--corpus", "midi", "--input", str(tmp_path), "--output", str(tmp_path / "output")])
     assert refused.value.code == 'error: miditok is not installed: pip install "txl-hf[music]"'
+
+
+def test_what_a_file_needs_and_is_not_installed_is_no_fault_of_the_file(tmp_path, monkeypatch):
+    """Its first track sets a program, which another reader than symusic has to look at."""
+    file = mido.MidiFile()
+    file.tracks.append(mido.MidiTrack([mido.Message("program_change", program=73)]))
+    file.tracks.append(mido.MidiTrack([mido.Message("note_on"), mido.Message("note_off", time=480)]))
+    (tmp_path / "midi").mkdir()
+    file.save(tmp_path / "midi" / "piece.mid")
+    monkeypatch.setitem(sys.modules, "mido", None)
+    with pytest.raises(SystemExit) as refused:
+        prepared(tmp_path / "midi", tmp_path)
+    assert refused.value.code == 'error: mido is not installed: pip install "txl-hf[music]"'
 
 
 def test_a_model_of_music_is_trained_and_evaluated_and_has_its_tokenizer(tmp_path):

@@ -1,10 +1,13 @@
 """MIDI files as tokens of MidiTok, for `txl-prepare --corpus midi`: read, split, transposed, tokenised.
 
-MidiTok and symusic are in the extra `music`. They are imported where they are used: a text needs none of them.
+MidiTok, symusic and mido are in the extra `music`. They are imported where they are used: a text needs none of them.
 """
 
 import hashlib
+import io
 import json
+import re
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from symusic import Score
 
 MIDI_SUFFIXES = (".mid", ".midi", ".kar")
+DRUM_CHANNEL = 9
 # The column of compound tokens; that of plain ones is token_ids.
 EVENTS = "events"
 # Positions of a quarter note in fingerprints: of triplets and of 32nd notes.
@@ -29,6 +33,9 @@ LONGEST = 100_000
 TOKENIZER_FILE = "tokenizer.json"
 # Files for which a process is started.
 FILES = 64
+# The first bytes of a program change and of a note, of any channel but that of drums.
+PROGRAM_CHANGE = re.compile(rb"[\xc0-\xc8\xca-\xcf](?=[\x00-\x7f])")
+NOTE = re.compile(rb"[\x90-\x98\x9a-\x9f](?=[\x00-\x7f])")
 
 # How MidiTok changes a piece in silence.
 OTHER_METRE = "with a time signature that the tokenizer lacks, and passes over"
@@ -226,7 +233,7 @@ def read_score(path: Path) -> "Score":
         # symusic would play its sequences all at once.
         if data[8:10] == b"\x00\x02":
             raise ValueError("it is of format 2, several sequences that are not one piece: save each in a file")
-        score = symusic.Score.from_midi(data)
+        score = symusic.Score.from_midi(with_programs(data))
     except ImportError:
         # What is not installed is no fault of the file.
         raise
@@ -244,6 +251,70 @@ def read_score(path: Path) -> "Score":
     if score.end() > LONGEST * score.ticks_per_quarter:
         raise ValueError(f"it lasts {score.end() // score.ticks_per_quarter:,} quarter notes, more than {LONGEST:,}")
     return score
+
+
+def with_programs(data: bytes) -> bytes:
+    """A MIDI file in which each track has the program changes of its channels.
+
+    A program change is of a channel, whichever track it stands in. symusic reads those in the track of the notes
+    alone, and takes notes without one for a piano's.
+
+    Raises:
+        ValueError: a track may have notes of a program that another one sets, and mido cannot read the file.
+    """
+    if not _programs_may_be_elsewhere(data):
+        return data
+    import mido
+
+    try:
+        file = mido.MidiFile(file=io.BytesIO(data), clip=True)
+    except Exception as error:
+        raise ValueError(
+            f"the instruments of some tracks may be set in others, and it cannot be taken to pieces: {error!r}"
+        ) from None
+    timed = []
+    for track in file.tracks:
+        times = np.cumsum([message.time for message in track])
+        timed.append([message.copy(time=int(time)) for message, time in zip(track, times, strict=True)])
+    # By channel and time: of what begins at once, the last holds.
+    programs: dict[int, dict[int, tuple[int, Any]]] = defaultdict(dict)
+    for i, track in enumerate(timed):
+        for message in track:
+            if message.type == "program_change":
+                programs[message.channel][message.time] = (i, message)
+    for i, track in enumerate(timed):
+        sounding = {message.channel for message in track if message.type == "note_on"} - {DRUM_CHANNEL}
+        elsewhere = [message for channel in sounding for j, message in programs[channel].values() if j != i]
+        # Of what begins at once, a track's own holds.
+        ordered = sorted([*elsewhere, *track], key=lambda message: message.time)
+        begins = [0, *(message.time for message in ordered)]
+        file.tracks[i] = mido.MidiTrack(
+            message.copy(time=message.time - begin) for message, begin in zip(ordered, begins, strict=False)
+        )
+    written = io.BytesIO()
+    file.save(file=written)
+    return written.getvalue()
+
+
+def _programs_may_be_elsewhere(data: bytes) -> bool:
+    """Whether some channel has notes in one track and program changes in another: mido takes a while.
+
+    Nothing is missed. What looks like a channel's message in the bytes may be a time or a text.
+    """
+    if data[8:10] != b"\x00\x01":
+        return False
+    notes: dict[int, set[int]] = defaultdict(set)
+    programs: dict[int, set[int]] = defaultdict(set)
+    position = 8 + int.from_bytes(data[4:8], "big")
+    while position < len(data):
+        length = int.from_bytes(data[position + 4 : position + 8], "big")
+        if data[position : position + 4] == b"MTrk":
+            track = data[position + 8 : position + 8 + length]
+            for tracks, pattern in ((notes, NOTE), (programs, PROGRAM_CHANGE)):
+                for status in pattern.findall(track):
+                    tracks[status[0] & 15].add(position)
+        position += 8 + length
+    return any(len(notes[channel] | tracks) > 1 for channel, tracks in programs.items() if notes[channel])
 
 
 def last_end(score: "Score") -> int:
