@@ -11,7 +11,6 @@ import functools
 import gc
 import glob
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from transformers.utils import logging
 
 from txl_hf import TransfoXLConfig, TransfoXLTokenizer
 from txl_hf import TransfoXLPreTrainedModel as Model
-from txl_hf.command_line import CommandParser
+from txl_hf.command_line import CommandParser, interrupted_by_signals
 from txl_hf.evaluation.cards import write_model_card
 from txl_hf.files import whole_folder
 
@@ -73,12 +72,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     arguments = parse_arguments(argv)
-    # A batch system's end and a lost terminal are cleaned up after like Ctrl-C.
-    for number in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, number) and signal.getsignal(getattr(signal, number)) is not signal.SIG_IGN:
-            signal.signal(getattr(signal, number), signal.default_int_handler)
     try:
-        convert(arguments)
+        with interrupted_by_signals():
+            convert(arguments)
     except KeyboardInterrupt:
         return fail("interrupted")
     # Any error of a damaged or hostile file is one line, not a traceback.
@@ -106,9 +102,7 @@ def convert(arguments: argparse.Namespace) -> None:
     check_paths(arguments.output, arguments.checkpoint, family)
     checkpoint = family.read(arguments.checkpoint, arguments.corpus)
     config = None
-    if not checkpoint.tensors:
-        check_vocabulary_alone(arguments)
-    else:
+    if checkpoint.tensors:
         config = build_config(checkpoint, arguments)
         check_complete(checkpoint.tensors, config, checkpoint.head)
         print_settings(config, checkpoint)
@@ -133,16 +127,6 @@ def check_paths(output: Path, checkpoint: Path, family: Family) -> None:
     # TensorFlow's are named by what their files begin with.
     if not checkpoint.exists() and not any(checkpoint.parent.glob(f"{glob.escape(checkpoint.name)}.*")):
         raise ConversionError(f"{checkpoint} does not exist; {family.expected}")
-
-
-def check_vocabulary_alone(arguments: argparse.Namespace) -> None:
-    """Raise ConversionError for options of a model where there is a vocabulary and no weights."""
-    for name in ("corpus", *OPTIONS):
-        if getattr(arguments, name) is not None:
-            raise ConversionError(
-                f"--{name.replace('_', '-')} is for a model, and {arguments.checkpoint} holds a vocabulary alone: "
-                "give the file or folder of the weights with --checkpoint"
-            )
 
 
 def build_config(checkpoint: Checkpoint, arguments: argparse.Namespace) -> TransfoXLConfig:
@@ -226,18 +210,11 @@ def write_model(
 def write_tokenizer(folder: Path, checkpoint: Checkpoint, arguments: argparse.Namespace) -> bool:
     """Write the tokenizer's files to `folder` if there is a vocabulary; return whether there is."""
     vocabulary, mode = checkpoint.vocabulary, arguments.tokenizer_mode
-    if vocabulary is None and checkpoint.tokenizer is None:
-        # These folders hold their own, and take no other.
-        remedy = "" if arguments.family == "transformers" else ": give it with --corpus"
-        if mode is not None:
-            raise ConversionError(f"--tokenizer-mode {mode} is for a vocabulary, and there is none at hand{remedy}")
-        print(f"no tokenizer: no vocabulary at hand{remedy}")
-        return False
-    if vocabulary is None:
-        if mode is not None:
-            raise ConversionError("--tokenizer-mode is for a vocabulary; this folder's tokenizer has its own mode")
-        tokenizer = TransfoXLTokenizer.from_pretrained(checkpoint.tokenizer)
-    else:
+    if vocabulary is None and mode is not None:
+        raise ConversionError(
+            f"--tokenizer-mode {mode} is for a vocabulary, as --corpus gives one; there is none here"
+        )
+    if vocabulary is not None:
         tokenizer = TransfoXLTokenizer.from_symbols(
             vocabulary.symbols,
             mode=mode or vocabulary.mode,
@@ -245,6 +222,11 @@ def write_tokenizer(folder: Path, checkpoint: Checkpoint, arguments: argparse.Na
             unk_token=vocabulary.unk_token,
             eos_token=vocabulary.eos_token,
         )
+    elif checkpoint.tokenizer is not None:
+        tokenizer = TransfoXLTokenizer.from_pretrained(checkpoint.tokenizer)
+    else:
+        print("no tokenizer: no vocabulary at hand (--corpus)")
+        return False
     tokenizer.save_pretrained(folder)
     return True
 

@@ -104,7 +104,7 @@ def test_a_folder_that_is_no_tokenised_text_is_said(tmp_path):
     (tmp_path / "recipe.yaml").write_text("max_steps: 1\n")
     options = ["--data", str(tmp_path), "--output", str(tmp_path / "output")]
     arguments = parse_arguments([str(tmp_path / "recipe.yaml"), *options])
-    with pytest.raises(FileNotFoundError, match="is no tokenised text: write one with txl-prepare"):
+    with pytest.raises(FileNotFoundError, match="is no folder of txl-prepare, which writes one"):
         check_folders(arguments)
 
 
@@ -139,9 +139,9 @@ def test_the_parser_of_recipes_reads_both_too(typed, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("host", "said"),
     [
-        ("127.0.0.1", "error: --port {port} of 127.0.0.1 is in use: choose another, or 0 for any that is free"),
+        ("127.0.0.1", "error: --host 127.0.0.1 --port {port}: [Errno 98] Address already in use"),
         # An address kept for documentation, which no machine has.
-        ("192.0.2.1", "error: --host 192.0.2.1 --port {port}: Cannot assign requested address"),
+        ("192.0.2.1", "error: --host 192.0.2.1 --port {port}: [Errno 99] Cannot assign requested address"),
     ],
 )
 def test_an_address_where_nothing_can_listen_is_said_before_a_model_is_looked_for(host, said):

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ class CommandParser(argparse.ArgumentParser):
         name, equals, value = argument.partition("=")
         alike = (option for option in self._option_string_actions if _plain(option).startswith(_plain(name)))
         return next(alike, name)[: len(name)] + equals + value
+
+
+def option(text: str, default: Any = None) -> Any:
+    """A field of an argument class with its line in --help."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
 
 
 def _plain(option: str) -> str:

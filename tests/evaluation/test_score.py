@@ -455,14 +455,6 @@ def test_what_is_missing_or_empty_is_named(text, corpus, model, tmp_path):
     assert (tmp_path / "result.json").read_text() == "mine"
 
 
-@pytest.mark.parametrize("written", ["{", "{}", "[]", '{"corpus": "text", "splits": {}}'])
-def test_a_damaged_description_of_a_text_is_named(corpus, model, tmp_path, written):
-    shutil.copytree(corpus, tmp_path / "data")
-    (tmp_path / "data" / "corpus.json").write_text(written)
-    message = fails("--model", model, "--data", tmp_path / "data")
-    assert f"{tmp_path / 'data' / 'corpus.json'} is damaged (" in message and "prepare the text again" in message
-
-
 @pytest.mark.parametrize("device", ["gpu", "cpu:x"])
 def test_a_device_that_is_not_there_is_named(corpus, model, device):
     assert fails("--model", model, "--data", corpus, "--device", device).startswith(f"error: --device {device}: ")

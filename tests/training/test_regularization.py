@@ -170,27 +170,6 @@ def test_the_token_that_begins_a_text_is_not_dropped(make_model, make_ids, begin
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"resets": torch.zeros(2, 3, dtype=torch.bool)}, "resets"),
-        ({"resets": torch.zeros(2, 8, dtype=torch.long)}, "resets"),
-        ({"attention_mask": [[1] * 8] * 2}, "attention_mask"),
-        ({"position_ids": [list(range(8))] * 2}, "position_ids"),
-        ({"input_ids": torch.arange(8)}, "input_ids"),
-    ],
-    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
-)
-def test_what_does_not_fit_is_refused_as_without_dropout(make_model, make_ids, given, message):
-    model, inputs = make_model(initial_memory="empty").train(), {"input_ids": make_ids(2, 8)} | given
-    with pytest.raises(ValueError, match=message) as plain:
-        model(**inputs)
-    regularize(model, RegularizationArguments(word_dropout=0.5))
-    with pytest.raises(ValueError) as dropped:
-        model(**inputs)
-    assert str(dropped.value) == str(plain.value)
-
-
 def test_a_dropped_word_is_still_learnt_by_the_tied_softmax(make_model, make_ids):
     """The gradient of the tied table is that of two tables, of which the input's gets nothing for dropped words."""
     ids, tables = make_ids(2, 20), []

@@ -152,15 +152,10 @@ def to_results(figures: Mapping[str, Mapping[str, Any]], dataset: str) -> list[E
     ]
 
 
-def saved_weights(folder: Path) -> list[Path]:
-    """The files of weights that `save_pretrained` has written to a folder."""
-    return sorted(folder.glob("model*.safetensors"))
-
-
 def weights_digest(folder: Path) -> str:
-    """SHA-256 of the weights of the model in a folder, all files of theirs."""
+    """SHA-256 of the weights that `save_pretrained` has written to a folder, all files of theirs."""
     digest = hashlib.sha256()
-    for path in saved_weights(folder):
+    for path in sorted(folder.glob("model*.safetensors")):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
@@ -175,12 +170,6 @@ def read_results(folder: Path) -> dict[str, Any]:
         return {}
     is_ours = isinstance(results, dict) and results.get("weights", "") in ("", weights_digest(folder))
     return results if is_ours else {}
-
-
-def results_of_folder(folder: Path, dataset: str) -> list[EvalResult]:
-    """The figures in `results.json` of the model in a folder, in the form of `to_results`."""
-    splits = {split: values for split, values in read_results(folder).items() if split in SCORED}
-    return to_results({split: values for split, values in splits.items() if isinstance(values, dict)}, dataset)
 
 
 def origin() -> dict[str, Any]:

@@ -206,15 +206,13 @@ def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None
         follows: a cache or the weights follow the text. The number of streams is not taken then but 1, because each of
             several streams would be followed through its own part of the text alone.
     """
-    path = Path(options.model, RESULTS)
     try:
         found = read_results(Path(options.model))["test"]
-        lengths = {name: int(found[name]) for name in LENGTHS}
-        document_end = found.get("document_end")
+        lengths, document_end = {name: int(found[name]) for name in LENGTHS}, found.get("document_end")
     except (ValueError, KeyError, TypeError, AttributeError):
-        # Another program's file, or none.
+        # Another program's file, or of other weights, or none.
         lengths, document_end = {}, None
-        if path.is_file():
+        if (path := Path(options.model, RESULTS)).is_file():
             print(f"{path} is not used: it is of other weights, or not txl-train's", file=sys.stderr)
     shown = []
     if lengths and options.document_end is None and (document_end is None or isinstance(document_end, int)):

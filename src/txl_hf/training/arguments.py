@@ -1,20 +1,15 @@
 """The arguments of a training: `TransfoXLTrainingArguments` for the Trainer, and what a recipe of `txl-train` adds."""
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers import TrainingArguments
 
+from ..command_line import option
+
 # The vocabulary of `optimizer`; without one, transformers' `optim` chooses.
 Optimizer = Literal["adam", "adamw", "lamb", "muon"]
-
-
-def option(text: str, default: Any = None) -> Any:
-    """A field of an argument class with its line in --help."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": text})
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass

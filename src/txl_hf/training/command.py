@@ -50,13 +50,12 @@ from ..data.loading import (
 )
 from ..data.midi import EVENTS
 from ..data.streams import TokenStream, as_item, describe_stream, open_tokens, read_tokens
-from ..data.texts import load_splits, read_document_end
+from ..data.texts import read_document_end
 from ..evaluation.language_model import evaluate_language_model
 from ..files import LOCK_NAME, disk_errors, locked_folder, move_into_place, options_that_differ, write_text
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-from ..transfo_xl.tokenization_transfo_xl_backend import WORD_MODES
 from .arguments import DataArguments, TransfoXLTrainingArguments
 from .callbacks import check_growing
 from .checkpoints import check_position, last_checkpoint, list_checkpoints, read_position, remove_unfinished
@@ -166,7 +165,7 @@ def train(arguments: Arguments):
             if not done:
                 sys.exit("stopped: the same command with --resume goes on from the last checkpoint")
         if is_main:
-            finish(output, prepared.texts, functools.partial(evaluation_of, data, prepared.document_end), data)
+            finish(output, prepared.texts, functools.partial(evaluation_of, data, prepared), data)
 
 
 def make_trainer(arguments: Arguments, model: TransfoXLForCausalLM, prepared: Prepared) -> TransfoXLTrainer:
@@ -180,7 +179,7 @@ def make_trainer(arguments: Arguments, model: TransfoXLForCausalLM, prepared: Pr
             model,
             args,
             train_dataset=stream,
-            eval_dataset=evaluation_of(data, prepared.document_end, validation),
+            eval_dataset=evaluation_of(data, prepared, validation),
             callbacks=[report],
             regularization=regularization if any(vars(regularization).values()) else None,
         )
@@ -190,33 +189,26 @@ def make_trainer(arguments: Arguments, model: TransfoXLForCausalLM, prepared: Pr
     report.trainer = trainer
     for shown in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(shown)
-    if (note := foreign_metric(tokenizer, data.metric)) and not data.smoke and trainer.is_world_process_zero():
-        print(note, file=sys.stderr)
     return trainer
 
 
 def evaluation_of(
-    data: DataArguments, document_end: int | None, token_ids: Any, memory_length: int | None = None, **options: Any
+    data: DataArguments, prepared: Prepared, token_ids: Any, memory_length: int | None = None, **options: Any
 ) -> Callable:
     """`evaluate_language_model` of a text, as a function of the model: with the lengths of the recipe, or another
     memory length."""
-
-    def evaluate(model: TransfoXLForCausalLM, accelerator: Any = None):
-        return evaluate_language_model(
-            model,
-            token_ids,
-            segment_length=data.eval_tgt_len or model.config.tgt_len,
-            memory_length=data.eval_mem_len if memory_length is None else memory_length,
-            batch_size=data.eval_batch_size,
-            ext_len=data.eval_ext_len,
-            clamp_len=data.eval_clamp_len,
-            same_length=data.eval_same_length,
-            document_end=document_end,
-            accelerator=accelerator,
-            **options,
-        )
-
-    return evaluate
+    return functools.partial(
+        evaluate_language_model,
+        token_ids=token_ids,
+        segment_length=data.eval_tgt_len or prepared.config.tgt_len,
+        memory_length=data.eval_mem_len if memory_length is None else memory_length,
+        batch_size=data.eval_batch_size,
+        ext_len=data.eval_ext_len,
+        clamp_len=data.eval_clamp_len,
+        same_length=data.eval_same_length,
+        document_end=prepared.document_end,
+        **options,
+    )
 
 
 # --- text and streams ------------------------------------------------------------------------------------------------
@@ -224,14 +216,12 @@ def evaluation_of(
 
 def load_data(folder: Path) -> tuple[Any, datasets.DatasetDict]:
     """The output of txl-prepare, with a tokenizer of transformers or of MidiTok; token ids stay on the disk."""
-    corpus = load_splits(folder)
+    corpus = datasets.load_from_disk(str(folder))
     for split in SPLITS:
         if split not in corpus:
             raise ValueError(f"--data {folder} has no split {split!r}, only {', '.join(map(repr, corpus))}")
         if EVENTS in corpus[split].column_names:
             raise ValueError(f"--data {folder} has compound tokens, which examples/music/compound.py trains on")
-        if "token_ids" not in corpus[split].column_names:
-            raise ValueError(f"--data {folder}: the split {split!r} has no column 'token_ids'")
     return load_tokenizer(folder), corpus
 
 
@@ -249,25 +239,13 @@ def check_texts(corpus: datasets.DatasetDict, config: TransfoXLConfig, data: Dat
                 f"the {split} text holds token ids from {ids['min']} to {ids['max']}, outside the vocabulary "
                 f"[0, {config.vocab_size})"
             )
-    # The text of an evaluation may well be shorter than a recipe's memory.
-    tokens = max(len(corpus[split]) for split in SPLITS)
-    for name in ("eval_mem_len", "eval_memory_lengths"):
-        given = getattr(data, name) or 0
-        if (longest := max(given) if isinstance(given, list) else given) > tokens:
-            raise ValueError(
-                f"--{name} {longest} is longer than any text of --data {data.data}, of at most {tokens} tokens: give "
-                "a shorter memory"
-            )
 
 
 def check_evaluation(config: TransfoXLConfig, data: DataArguments):
     """Raise a ValueError for lengths with which the first validation, hours later, or the last would end."""
     for memory_length in [data.eval_mem_len, *data.eval_memory_lengths]:
         lengths = MemoryLengths(memory_length, data.eval_ext_len, data.eval_clamp_len, data.eval_same_length)
-        try:
-            filled = lengths.of(config)
-        except ValueError as error:
-            raise ValueError(f"--eval_mem_len or --eval_memory_lengths: {error}") from error
+        filled = lengths.of(config)
         read = filled.ext_len + (data.eval_tgt_len or config.tgt_len)
         config.positions.check_segment(read, config, given="--eval_tgt_len, with --eval_ext_len,")
 
@@ -288,19 +266,6 @@ def check_schedule(args: TransfoXLTrainingArguments, max_steps: int):
     except (TypeError, ZeroDivisionError) as error:
         name = getattr(kind, "value", kind)
         raise ValueError(f"--lr_scheduler_type {name} with --lr_scheduler_kwargs {details}: {error}") from error
-
-
-def foreign_metric(tokenizer: Any, metric: str) -> str | None:
-    """A line for who took a recipe of words for characters, or the other way round; None where nothing is strange."""
-    mode = getattr(tokenizer, "mode", None)
-    if mode in ("characters", "bytes") and metric == "perplexity":
-        return (
-            f"--data is a text of {mode}, but the figures shown are perplexities, as of words: --metric "
-            f"bits_per_token shows bits per {mode[:-1]}"
-        )
-    if mode in WORD_MODES and metric == "bits_per_token":
-        return "--data is a text of words, but the figures shown are bits, as of characters: try --metric perplexity"
-    return None
 
 
 class RolledStream(TokenStream):
@@ -345,13 +310,11 @@ def make_stream(
     data, seed = arguments.data, arguments.training.seed
     length = config.tgt_len * arguments.training.backprop_segments
     if data.roll:
-        if document_end is not None:
+        if document_end is not None or data.varlen or config.ext_len:
             raise ValueError(
-                f"--roll wraps around one text, but --data {data.data} is of documents: leave it out, or read them as "
-                "one with --document_end none"
+                "--roll goes together with neither --varlen, nor --ext_len, nor documents, which --document_end none "
+                "reads as one text"
             )
-        if data.varlen or config.ext_len:
-            raise ValueError("--roll goes together with neither --varlen nor --ext_len")
         return RolledStream(token_ids, length, data.batch_size, roll_seed=seed)
     return TokenStream(
         token_ids,
@@ -448,15 +411,9 @@ def check_folders(arguments: Arguments):
     data, source = Path(arguments.data.data or ""), arguments.model.model_name_or_path
     check_output(Path(arguments.training.output_dir), arguments.data.resume)
     if source is not None:
-        try:
-            hub_or_folder(source)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"--model_name_or_path {error}") from None
+        hub_or_folder(source)
     if not (data / "dataset_dict.json").is_file():
-        problem = "does not exist"
-        if data.exists():
-            problem = "is no tokenised text" if data.is_dir() else "is a file, not a folder"
-        raise FileNotFoundError(f"--data {data} {problem}: write one with txl-prepare")
+        raise FileNotFoundError(f"--data {data} is no folder of txl-prepare, which writes one")
 
 
 def check_output(output: Path, resume: bool):
@@ -509,7 +466,6 @@ def find_checkpoint(output: Path, arguments: Arguments, prepared: Prepared) -> t
     saved, _ = read_position(folder)
     place = {name: saved[name] for name in ("epoch", "step") if name in saved}
     check_position(folder, saved, describe_stream(prepared.stream) | place)
-    read_best(output)
     return folder, step
 
 

@@ -42,21 +42,12 @@ CONFIG = {
 # weights are made for.
 FREE = {"dropout", "dropatt", "tgt_len", "mem_len", "ext_len", "clamp_len", "same_length"}
 FIXED = CONFIG.keys() - FREE - {"init", "init_range", "init_std", "proj_init_std", "max_klen"}
-# Options that are now transformers' own, by their names of before.
+# Options of transformers that other trainers of language models call otherwise.
 RENAMED = {
     "eval_every": "eval_steps",
     "save_every": "save_steps",
     "log_every": "logging_steps",
     "mixed_precision": "bf16 or --fp16",
-    "beta1": "adam_beta1",
-    "beta2": "adam_beta2",
-    "epsilon": "adam_epsilon",
-    "max_epochs": "num_train_epochs",
-    "batch_chunk": "gradient_accumulation_steps",
-    "dynamo_backend": "torch_compile_backend",
-    "scheduler": "lr_scheduler_type",
-    "min_learning_rate": "lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr\": …}'",
-    "decay_steps": "lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs '{\"num_decay_steps\": …}'",
 }
 
 
@@ -202,7 +193,11 @@ def parse_arguments(
         named = typed | read_recipe(given.recipe).keys()
         _check(values, named, typed)
         named -= _forget(values, typed)
-        settings = {name: values[name] for name in (*CONFIG, *_names()) if name in named and name in values}
+        names = (*CONFIG, *(entry.name for group in GROUPS for entry in dataclasses.fields(group)))
+        # YAML holds the values of enumerations, not their members.
+        settings = {
+            name: getattr(values[name], "value", values[name]) for name in names if name in named and name in values
+        }
         if values["output_dir"] is not None:
             settings["output"] = values["output_dir"]
         if values["smoke"] and scratch is not None:
@@ -212,16 +207,7 @@ def parse_arguments(
     except (ValueError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     config = {name: values[name] for name in CONFIG if name in values}
-    return Arguments(model, data, regularization, training, config, _plain(settings))
-
-
-def _names() -> list[str]:
-    return [entry.name for group in GROUPS for entry in dataclasses.fields(group)]
-
-
-def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with members of enumerations replaced by their values, as YAML can hold them."""
-    return {name: getattr(value, "value", value) for name, value in settings.items()}
+    return Arguments(model, data, regularization, training, config, settings)
 
 
 def _forget(values: dict[str, Any], typed: set[str]) -> set[str]:

@@ -14,7 +14,7 @@ other. Masks come from torch's generator, so that a run resumes exactly where th
 
 import functools
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
+from ..command_line import option
 from ..transfo_xl.masks_transfo_xl import DOCUMENT_KEYWORDS, packed_starts
 from ..transfo_xl.modeling_transfo_xl import TransfoXLModel
 
@@ -38,28 +39,15 @@ class RegularizationArguments:
         ValueError: a rate is outside [0, 1), or a coefficient is negative.
     """
 
-    word_dropout: float = field(
-        default=0.0, metadata={"help": "Rate at which whole words of the embedding are dropped in a forward."}
+    word_dropout: float = option("Rate at which whole words of the embedding are dropped in a forward.", 0.0)
+    input_dropout: float = option("Rate of locked dropout of the embedded input, in place of config.dropout.", 0.0)
+    attention_dropout: float = option("Rate of locked dropout of attention's output, in place of config.dropout.", 0.0)
+    mlp_dropout: float = option(
+        "Rate of locked dropout in and after the feed-forward, in place of config.dropout.", 0.0
     )
-    input_dropout: float = field(
-        default=0.0, metadata={"help": "Rate of locked dropout of the embedded input, in place of config.dropout."}
-    )
-    attention_dropout: float = field(
-        default=0.0, metadata={"help": "Rate of locked dropout of attention's outputs, in place of config.dropout."}
-    )
-    mlp_dropout: float = field(
-        default=0.0,
-        metadata={"help": "Rate of locked dropout in and after the feed-forward, in place of config.dropout."},
-    )
-    output_dropout: float = field(
-        default=0.0, metadata={"help": "Rate of locked dropout of the final output, in place of config.dropout."}
-    )
-    ar: float = field(
-        default=0.0, metadata={"help": "Coefficient of the mean square of the dropped final output (AR)."}
-    )
-    tar: float = field(
-        default=0.0, metadata={"help": "Coefficient of the mean square of the final output's steps in time (TAR)."}
-    )
+    output_dropout: float = option("Rate of locked dropout of the final output, in place of config.dropout.", 0.0)
+    ar: float = option("Coefficient of the mean square of the dropped final output (AR).", 0.0)
+    tar: float = option("Coefficient of the mean square of the final output's steps in time (TAR).", 0.0)
 
     def __post_init__(self):
         for name in _RATES:
@@ -169,26 +157,20 @@ class Regularizer:
             setattr(parent, name, LockedDropout(rate).train(plain.training))
 
     def _see_what_begins(self, transformer: nn.Module, args: tuple, kwargs: dict):
-        """Note what begins inside the segment. What does not fit is left to the model, which says so."""
-        self._begins = None
+        """Note what begins inside the segment: documents, padding, and what stands behind padding."""
         given = dict(zip(_INPUTS, args, strict=False)) | kwargs
-        given = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         ids, mask, resets = (given.get(name) for name in ("input_ids", "attention_mask", "resets"))
-        if ids is None or ids.dim() != 2 or not transformer.training:
+        self._begins = None
+        if ids is None or not transformer.training:
             return
         found = [resets]
-        if documents := {name: given[name] for name in DOCUMENT_KEYWORDS if name in given}:
+        if documents := {name: given[name] for name in DOCUMENT_KEYWORDS if given.get(name) is not None}:
             found.append(packed_starts(tuple(ids.shape), ids.device, mask, **documents))
-        if mask is not None and mask[..., -ids.shape[1] :].shape == ids.shape:
-            # Padding, and what stands behind it.
-            real = mask[:, -ids.shape[1] :].to(ids.device) != 0
-            found.append(~real | ~F.pad(real, (1, 0))[:, :-1])
-        fitting = [
-            begins.to(ids.device)
-            for begins in found
-            if begins is not None and begins.dtype == torch.bool and begins.shape == ids.shape
-        ]
-        self._begins = functools.reduce(torch.logical_or, fitting) if fitting else None
+        if mask is not None:
+            real = mask[..., -ids.shape[1] :] != 0
+            found.append(~real | ~F.pad(real, (1, 0))[..., :-1])
+        if known := [begins.to(ids.device) for begins in found if begins is not None]:
+            self._begins = functools.reduce(torch.logical_or, known)
 
     def _drop_words(self, embed_tokens: nn.Module, args: tuple, embeds: Tensor) -> Tensor:
         # The same as dropping rows of the tables, which a tied softmax would lose too.
@@ -197,8 +179,8 @@ class Regularizer:
             return embeds
         words = F.dropout(embeds.new_ones(self._transformer.config.vocab_size), self.arguments.word_dropout)
         kept = words[args[0]]
-        if begins is not None and begins.shape == kept.shape:
-            kept = kept.masked_fill(begins.to(kept.device), 1)
+        if begins is not None:
+            kept = kept.masked_fill(begins, 1)
         # Whether there is a memory that it sees, and whether that holds anything, need not be asked.
         kept[..., :1] = 1
         return embeds * kept[..., None]

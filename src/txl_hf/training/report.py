@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,6 @@ BEST_SCORE = "best.json"
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 # How long steps are measured to say how long all will take; of a short run a tenth will do.
 SECONDS_MEASURED = 5
-
-
-def duration(seconds: float) -> str:
-    """A time in the two largest units that it has."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 class RunReport(TrainerCallback):
@@ -80,12 +69,6 @@ class RunReport(TrainerCallback):
             with disk_errors(self.output):
                 write_text(self.output / LOG, "".join(lines))
             print(self._describe(args, state), file=sys.stderr)
-            if (warmup := args.get_warmup_steps(state.max_steps)) > state.max_steps:
-                print(
-                    f"--warmup_steps {warmup} are more than all {state.max_steps} steps: the learning rate stays "
-                    "below its highest",
-                    file=sys.stderr,
-                )
 
     def _describe(self, args, state) -> str:
         """One line on the run: size of the model, devices, precision, and number of steps."""
@@ -125,7 +108,9 @@ class RunReport(TrainerCallback):
         left_out = "without the validations"
         if args.mem_warmup_ratio:
             left_out += " and what a longer memory will cost"
-        tqdm.write(f"expected time: {duration(left * each)} more, at {speed}, {left_out}", file=sys.stderr)
+        tqdm.write(
+            f"expected time: {timedelta(seconds=round(left * each))} more, at {speed}, {left_out}", file=sys.stderr
+        )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         loss = logs.get("loss", logs.get("eval_loss", 0.0))
@@ -195,26 +180,10 @@ def score_of(evaluation: LanguageModelEvaluation, token_ids: Any) -> dict[str, A
 
 
 def read_best(output: Path) -> dict[str, Any] | None:
-    """The score file beside the best model, which is in a folder of its own until the run ends; None: there is none.
-
-    Raises:
-        ValueError: what is written there says nothing of a model.
-    """
+    """The score beside the best model, which is in a folder of its own until the run ends; None: there is none."""
     folder = output / BEST if (output / BEST).exists() else output
     path = folder / BEST_SCORE
-    if not path.exists():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    kinds = {"step": int, "validation_loss": float, "of": dict}
-    if not isinstance(found, dict) or not all(isinstance(found.get(name), kind) for name, kind in kinds.items()):
-        raise ValueError(
-            f"{path} is damaged, it does not say what the best model's loss is: remove it, and the next validation "
-            "chooses the best model anew"
-        )
-    return found
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def settle_best(output: Path, step: int):
@@ -255,7 +224,7 @@ def finish(output: Path, texts: dict[str, Any], evaluate: Callable, data: DataAr
         write_model_card(output / "README.md", model, name, model_name=name, eval_results=results)
         # Last, because it says that all is done.
         write_text(output / RESULTS, json.dumps(scores, indent=1) + "\n")
-    found, metric = read_results(output / RESULTS), data.metric
+    found, metric = json.loads((output / RESULTS).read_text(encoding="utf-8")), data.metric
     for split in SCORED:
         print(f"{split}: {metric} {found[split][metric]:.3f}")
     for result in found["memory_lengths"]:
@@ -285,18 +254,6 @@ def score(
         "loss": data.loss,
     }
     return results | origin()
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """The scores of the finished model, from its file. Raises a ValueError if no run has written that file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        parts = [*(found[split] for split in SCORED), *found["memory_lengths"], found["model"]]
-        if all(isinstance(part, dict) for part in parts):
-            return found
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(f"{path} is damaged: remove it, and --resume scores the model again")
 
 
 def plot(log: list[dict[str, float]], path: Path, metric: str):

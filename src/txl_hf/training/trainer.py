@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
-    PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -25,7 +24,7 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy, default_compute_objective
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
 
 from ..data.streams import check_loader, describe_stream
@@ -82,19 +81,6 @@ class _Memory:
         self.memories[self.micro_batch] = memory
         self.micro_batch = (self.micro_batch + 1) % len(self.memories)
         self.step += self.micro_batch == 0
-
-
-@dataclass
-class _Sums:
-    """Sums of an evaluation on this process, one number on the device for each step: nats, and targets."""
-
-    nll: list[Tensor] = field(default_factory=list)
-    targets: list[Tensor] = field(default_factory=list)
-
-    def total(self) -> Tensor:
-        """Nats and targets of all steps, (2,) fp64 on the CPU."""
-        parts = [torch.stack(part).cpu().double().sum() for part in (self.nll, self.targets) if part]
-        return torch.stack(parts) if parts else torch.zeros(2, dtype=torch.float64)
 
 
 class _WholeSteps(JITCheckpointCallback):
@@ -188,7 +174,7 @@ class TransfoXLTrainer(Trainer):
             self.args.dataloader_pin_memory = False
         if regularization is not None and self._regularizer is None:
             self._regularizer = regularize(self.model, regularization)
-        _check_arguments(self.args, self.model)
+        _check_arguments(self.args)
         others = {"ext_len": self.model.config.ext_len, "regularization": regularization}
         others["compute_loss_func"] = self.compute_loss_func
         if getattr(self.args, "backprop_segments", 1) > 1 and (found := [name for name in others if others[name]]):
@@ -197,32 +183,18 @@ class TransfoXLTrainer(Trainer):
                 f"no {' or '.join(found)}: set it to 1"
             )
         self._add_callbacks()
-        self._check_batch_size(
-            "train_dataset",
-            self.train_dataset,
-            "per_device_train_batch_size",
-            self.args.train_batch_size,
-            self.args.gradient_accumulation_steps,
-        )
-        named = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval_dataset": self.eval_dataset}
-        for name, dataset in named.items():
-            self._check_batch_size(name, dataset, "per_device_eval_batch_size", self.args.eval_batch_size)
-            _check_end(name, dataset)
         if self.args.label_names is None:
             self.label_names = ["shift_labels"]
         self.memory_length: int | None = None
-        self._memory, self._sums = _Memory(), _Sums()
+        self._memory = _Memory()
+        # Nats and targets of an evaluation's steps on this process, on the device.
+        self._sums: list[tuple[Tensor, Tensor]] = []
         self._captured: CapturedSteps | None = None
         self._compiled = False
         # Whether the last losses were of other labels than the text's next tokens.
         self._classifies = False
-        # Which evaluations read the text of the training: by the prefix of their figures, and the step.
-        self.of_training: dict[tuple[str, int], bool] = {}
-        # The training dataset, and its copy that evaluations read.
-        self._copied: tuple[Any, Any] = None, None
         self._resumed_from: Path | None = None
         self._run: str | None = None
-        self.trained_since = 0.0
         # The optimizer's settings by group, where it was made here.
         self._asked: list[dict[str, Any]] = []
         self._writing_to: Path | None = None
@@ -257,8 +229,10 @@ class TransfoXLTrainer(Trainer):
         return model
 
     def hyperparameter_search(self, hp_space=None, compute_objective=None, *args, **kwargs):
-        """As `Trainer.hyperparameter_search`: for `eval_loss`, or the sum of what `compute_metrics` gives."""
-        return super().hyperparameter_search(hp_space, compute_objective or default_objective, *args, **kwargs)
+        """As `Trainer.hyperparameter_search`, by default for the least `eval_loss`."""
+        # Trainer's default is the sum of all figures but the loss.
+        compute_objective = compute_objective or (lambda metrics: metrics["eval_loss"])
+        return super().hyperparameter_search(hp_space, compute_objective, *args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, *args, **kwargs):
         """As `Trainer.train`, but only a complete checkpoint is resumed; with True, the last complete one.
@@ -280,7 +254,7 @@ class TransfoXLTrainer(Trainer):
                 "complete one, from_pretrained its weights alone"
             )
         self._resumed_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
-        self._run, self.trained_since = None, time.time()
+        self._run = None
         model = self.accelerator.unwrap_model(self.model)
         regularized = self._regularizer is not None
         if not self._compiled and should_compile_layers(self.args, self.accelerator.device, model, regularized):
@@ -288,6 +262,10 @@ class TransfoXLTrainer(Trainer):
             self._compiled = True
         if self.model_init is None:
             check_special_tokens(self.model.config, self.processing_class)
+        # Datasets that cannot be evaluated are refused before hours of training.
+        for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
+            if dataset is not None and not callable(dataset):
+                self.get_eval_dataloader(dataset)
         try:
             return super().train(str(self._resumed_from) if self._resumed_from else None, *args, **kwargs)
         finally:
@@ -321,41 +299,26 @@ class TransfoXLTrainer(Trainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
-        loader = super().get_eval_dataloader(self._copy_of_training(dataset))
-        self._check_loader(loader, dataset, "eval_dataset")
-        _check_end("eval_dataset", dataset)
-        return loader
+        return self._checked(super().get_eval_dataloader(self._apart(dataset)), dataset, "eval_dataset")
 
     def get_test_dataloader(self, test_dataset) -> DataLoader:
-        loader = super().get_test_dataloader(self._copy_of_training(test_dataset))
-        self._check_loader(loader, test_dataset, "test_dataset")
-        _check_end("test_dataset", test_dataset)
-        return loader
+        return self._checked(super().get_test_dataloader(self._apart(test_dataset)), test_dataset, "test_dataset")
 
-    def _copy_of_training(self, dataset):
+    def _apart(self, dataset):
         """A data set that an evaluation can read, in the first epoch, while the training stays where it is."""
-        if dataset is None or dataset is not self.train_dataset:
-            return dataset
-        if self._copied[0] is not dataset:
-            self._copied = dataset, copy.copy(dataset)
-        return self._copied[1]
+        return copy.copy(dataset) if dataset is not None and dataset is self.train_dataset else dataset
 
-    def _check_batch_size(self, name: str, dataset, option: str, given: int, accumulation_steps: int | None = None):
-        """Where a loader would tell hours later."""
-        _check_whole(name, dataset)
-        streams, processes = getattr(dataset, "batch_size", None), self.args.world_size
-        if not isinstance(streams, int):
-            return
-        parts = processes * (accumulation_steps or 1)
-        share, left = divmod(streams, parts)
-        # With split_batches what is called per device is what all of them read.
-        right = share * processes if self.args.accelerator_config.split_batches else share
-        if left or given != right:
-            layout = f"{processes} process(es)"
-            if accumulation_steps is not None:
-                layout += f" × {accumulation_steps} accumulation step(s)"
-            cure = f"make the stream's a multiple of {parts}" if left else f"set it to {right}"
-            raise ValueError(f"{name} has batch_size={streams}, but {option}={given} on {layout}: {cure}")
+    def _checked(self, loader: DataLoader, dataset, name: str) -> DataLoader:
+        """A loader of an evaluation, whose text has an end; a warning says what it leaves out of that."""
+        self._check_loader(loader, dataset, name)
+        if isinstance(dataset, TextStream) and dataset.epochs is None:
+            raise ValueError(f"{name} is a TextStream with epochs=None, which never ends: make it with epochs=1")
+        if left_out := getattr(dataset, "dropped_tokens", 0):
+            logger.warning_once(
+                f"{name} leaves out {left_out:,} tokens at the end of its text, which the figures are not of: make it "
+                "with keep_remainder=True"
+            )
+        return loader
 
     def _check_loader(self, loader: DataLoader, dataset, name: str, accumulation_steps: int = 1):
         if not isinstance(getattr(dataset, "batch_size", None), int):
@@ -363,7 +326,11 @@ class TransfoXLTrainer(Trainer):
                 f"{name} is a {type(dataset).__name__} without batch_size, so that nothing says which items continue "
                 "which: give a TokenStream of the tokens, or use Trainer to train without memory"
             )
-        _check_whole(name, dataset)
+        if isinstance(dataset, TextStream) and len(dataset.rows) < dataset.batch_size:
+            raise ValueError(
+                f"{name} is a TextStream of {len(dataset.rows)} of its {dataset.batch_size} rows, the share of one "
+                "process: make it without num_processes and process_index, its rows are handed out here"
+            )
         config, ext_len = self.model.config, getattr(dataset, "ext_len", None)
         if getattr(dataset, "document_end", None) is not None:
             config.check_documents(f"document_end and the text of {name}")
@@ -550,18 +517,17 @@ class TransfoXLTrainer(Trainer):
             # A language model's are of the labels after the first.
             self._classifies = "shift_labels" not in inputs and losses.shape == targets.shape
             if not training:
-                self._sums.nll.append(losses.detach().sum())
-                length = targets.shape[1]
+                nll, length = losses.detach().sum(), targets.shape[1]
                 targets = targets[:, length - losses.shape[1] :]
                 if not self._classifies:
                     targets = without_padding(targets, inputs.get("attention_mask"), length)
-                self._sums.targets.append((targets != -100).sum())
+                self._sums.append((nll, (targets != -100).sum()))
         elif (labels := inputs.get("labels")) is not None:
             # Of whole sequences, of which most segments may have no label.
             self._classifies = True
             if not training:
-                self._sums.targets.append((labels != -100).sum())
-                self._sums.nll.append(outputs["loss"].detach() * self._sums.targets[-1])
+                count = (labels != -100).sum()
+                self._sums.append((outputs["loss"].detach() * count, count))
 
     def _carried(self, memory: dict[str, Any], detach: bool = True) -> dict[str, Any]:
         """The memory from which the next call goes on."""
@@ -633,17 +599,18 @@ class TransfoXLTrainer(Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
-        training, self._memory, self._sums = self._memory, _Memory(), _Sums()
-        self.of_training[metric_key_prefix, self.state.global_step] = self._is_of_training(dataloader.dataset)
+        training, self._memory, self._sums = self._memory, _Memory(), []
         start = time.perf_counter()
         try:
             with self._uncounted():
                 output = super().evaluation_loop(
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
-            sums = self._sums.total()
         finally:
             self._memory = training
+        # Not read before the end, so that a GPU need not wait for the host.
+        parts = [torch.stack(part).cpu().double().sum() for part in zip(*self._sums, strict=True)]
+        sums = torch.stack(parts) if parts else torch.zeros(2, dtype=torch.float64)
         if self.args.world_size > 1:
             sums = self.accelerator.reduce(sums.to(self.args.device), "sum")
         nll, targets = sums.tolist()
@@ -655,11 +622,6 @@ class TransfoXLTrainer(Trainer):
             metrics["tokens_per_second"] = targets / (time.perf_counter() - start)
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
-
-    def _is_of_training(self, dataset) -> bool:
-        text = getattr(self.train_dataset, "fingerprint", None)
-        same = text is not None and getattr(dataset, "fingerprint", None) == text
-        return same or dataset is self.train_dataset or dataset is self._copied[1]
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         if self.args.label_names is None:
@@ -819,46 +781,7 @@ def _leave_interrupts(worker: int):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _check_whole(name: str, dataset):
-    """Refuse a stream that is one process's share: rows are shared out here, and would have the memory of others."""
-    if isinstance(dataset, TextStream) and len(dataset.rows) < dataset.batch_size:
-        raise ValueError(
-            f"{name} is a TextStream of {len(dataset.rows)} of its {dataset.batch_size} rows, the share of one "
-            "process: make it without num_processes and process_index, TransfoXLTrainer hands each process its rows"
-        )
-
-
-def _check_end(name: str, dataset):
-    """Refuse an evaluation of a text that is read again and again, and say what one leaves out."""
-    if isinstance(dataset, TextStream) and dataset.epochs is None:
-        raise ValueError(f"{name} is a TextStream with epochs=None, which never ends: make it with epochs=1")
-    if left_out := getattr(dataset, "dropped_tokens", 0):
-        logger.warning_once(
-            f"{name} leaves out {left_out:,} tokens at the end of its text, which the figures are not of: make it "
-            "with keep_remainder=True"
-        )
-
-
-def default_objective(metrics: dict[str, float]) -> float:
-    """Of a search, as `default_compute_objective` has it, without the figures that an evaluation gains here."""
-    prefixes = [name.removesuffix("_tokens_per_second") for name in metrics if name.endswith("_tokens_per_second")]
-    gained = {f"{prefix}_{name}" for prefix in prefixes for name in (*METRICS, "tokens")}
-    return default_compute_objective({name: value for name, value in metrics.items() if name not in gained})
-
-
-def _check_arguments(args: TrainingArguments, model: PreTrainedModel):
-    if args.train_sampling_strategy not in ("random", "sequential"):
-        raise ValueError(
-            f"train_sampling_strategy={str(args.train_sampling_strategy)!r} reorders segments that continue one "
-            "another: use 'sequential'"
-        )
-    if args.dataloader_drop_last:
-        raise ValueError("dataloader_drop_last=True would drop segments in the middle of a text: set it to False")
-    if args.auto_find_batch_size:
-        raise ValueError(
-            "auto_find_batch_size=True would change how many streams there are: set it to False, and where memory is "
-            "short lower per_device_train_batch_size and raise gradient_accumulation_steps"
-        )
+def _check_arguments(args: TrainingArguments):
     if args.n_gpu > 1:
         raise ValueError(
             f"DataParallel over {args.n_gpu} GPUs mixes the rows of streams: start one process per GPU with torchrun "
@@ -869,8 +792,6 @@ def _check_arguments(args: TrainingArguments, model: PreTrainedModel):
             "average_tokens_across_devices=False takes the mean of the processes' means and counts the tokens of one: "
             "set it to True"
         )
-    if getattr(model.config, "return_dict", True) is False:
-        raise ValueError("config.return_dict=False leaves the memory without a name: set it to True")
     if args.label_smoothing_factor:
         raise ValueError(
             f"label_smoothing_factor={args.label_smoothing_factor} does not reach shift_labels: set it to 0"
