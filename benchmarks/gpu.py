@@ -106,6 +106,8 @@ STEPS = [
     model("evaluate-enwik8-large-3800", "ours", "ours-txl_triton", "floor", limit=120),
     *each("decode-enwik8-large-3800", {"gpt2": 60, "floor": 60}),
     *(model(workload, "ours-static", limit=240) for workload in DECODINGS),
+    Step("conformer", ("--audio", "30", "300", "--seconds", "3"), 100),
+    Step("conformer", ("--audio", "3600", "--repeats", "1", "2", "--contenders", "ours"), 120),
     attention("flex_attention", 240),
     tests("gpu and not slow", "flex_attention", 420),
     tests("gpu and slow", "", 300),
@@ -114,7 +116,7 @@ STEPS = [
 SMOKE = [
     tests("gpu and not slow", "", 1200),
     *(Step(script, limit=1200) for script in ("cudnn_probe", "profile_step", "model", "attention_kernel")),
-    *(Step(script, limit=1200) for script in ("sliding_window", "softmax", "growth")),
+    *(Step(script, limit=1200) for script in ("sliding_window", "softmax", "growth", "conformer")),
 ]
 
 
