@@ -40,7 +40,7 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (22_233, 17_500),
+    "lines installed": (22_234, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
     "lines of the Hub set": (6_182, 5_200),
