@@ -34,6 +34,7 @@ SCRIPTS = [
     "genome_labels",
     "lora",
     "memory_agent",
+    "memory_tokens",
     "music_events",
     "saved_memory",
     "streaming_generation",
@@ -146,6 +147,31 @@ def test_through_memory(tmp_path):
     rows = list(csv.DictReader((tmp_path / "rows.csv").open(newline="")))
     assert [(row["segments"], float(row["accuracy"])) for row in rows] == [("1", detached), ("3", kept)]
     assert len((FOLDER / "through_memory.py").read_text().splitlines()) <= 150
+
+
+@pytest.mark.slow
+def test_memory_tokens(tmp_path):
+    printed = smoke("memory_tokens", tmp_path, "--output", tmp_path / "rows.csv")
+    [right] = figures(r"tokens, seed 1: ([\d.]+) right over 3 segments", printed)
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open(newline="")))
+    assert [row["memory"] for row in rows] == ["tokens", "states"]
+    assert right == float(rows[0]["accuracy"]) > 0.9
+    assert len((FOLDER / "memory_tokens.py").read_text().splitlines()) <= 150
+
+
+def test_memory_tokens_are_the_only_way_from_segment_to_segment(script):
+    """What is asked for in the last of five segments has gradients in the first one, by its memory alone."""
+    module = script("memory_tokens")
+    torch.manual_seed(0)
+    model = module.MemoryTokens(3)
+    loss, right = module.copy(model, 6, 5)
+    assert 0 <= right <= 1 and loss.item() > 1
+    assert all(torch.autograd.grad(loss, vectors, retain_graph=True)[0].any() for vectors in model.parameters())
+    ids = torch.randint(module.SYMBOLS, (2, 5))
+    logits, memory = model(ids, None)
+    assert logits.shape == (2, 5, module.SYMBOLS + 2) and memory.shape == (2, 3, 64)
+    again, later = model(ids, memory)
+    assert not torch.allclose(again, logits) and later.shape == memory.shape
 
 
 def test_tokens_are_asked_for_again_at_their_distance(script, make_model):
