@@ -25,7 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import conftest  # noqa: F401 - sets up the package of this checkout
 from goldens import GOLDENS
+from models import small_model
 from peak_memory import forget_peak, peak_memory
+from txl_hf import load_memory, save_memory
 from txl_hf.conversion import command_line, torch_file
 from txl_hf.legacy.unpickle import StandIn, UnsafePickleError
 
@@ -200,6 +202,13 @@ def fuzz_tokenizers(draw: random.Random, folder: Path) -> None:
     refused(AutoTokenizer.from_pretrained, copy_damaged(golden, folder / "copy", draw))
 
 
+def fuzz_memories(draw: random.Random, folder: Path) -> None:
+    model = small_model()
+    save_memory(folder / "memory", model, model(torch.ones(1, 9, dtype=torch.long), use_cache=draw.random() < 0.5))
+    (folder / "memory").write_bytes(mutate((folder / "memory").read_bytes(), draw))
+    refused(lambda path: load_memory(path / "memory", model), folder)
+
+
 def fuzz_planted(draw: random.Random, folder: Path) -> None:
     """A pickle that leaves a mark, in each form, in the place of any file of a checkpoint, or beside them."""
     mark, family = folder.parent / "mark", draw.choice(sorted(CHECKPOINTS))
@@ -229,6 +238,7 @@ TARGETS: dict[str, Callable[[random.Random, Path], None]] = {
     "unpickle": fuzz_unpickle,
     "models": fuzz_models,
     "tokenizers": fuzz_tokenizers,
+    "memories": fuzz_memories,
     "planted": fuzz_planted,
 }
 

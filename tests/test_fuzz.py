@@ -7,7 +7,7 @@ import pytest
 
 import fuzz
 
-COUNTS = {"convert": 12, "unpickle": 150, "models": 15, "tokenizers": 15, "planted": 4}
+COUNTS = {"convert": 12, "unpickle": 150, "models": 15, "tokenizers": 15, "memories": 60, "planted": 4}
 
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)

@@ -97,6 +97,11 @@ def test_a_file_that_is_not_there_is_refused_in_one_line(command, arguments, tmp
         ("by_feature/genome_labels.py", ["--fasta", "t"], "--fasta t does not exist"),
         ("by_feature/streaming_generation.py", ["--model", "~/m"], "--model ~/m does not exist: "),
         ("by_feature/saved_memory.py", ["--model", "m", "--memory", "f", "--text", "t"], "--text t does not exist"),
+        (
+            "by_feature/through_memory.py",
+            ["--output", "o", "--distance", "20"],
+            "--distance 20 is no two hops: it must",
+        ),
         ("by_feature/memory_agent.py", ["--env", "recall"], "--output is missing"),
     ],
 )

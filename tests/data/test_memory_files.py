@@ -146,6 +146,19 @@ def test_evaluations_go_on_from_a_memory(kind, ext_len, make_model, make_ids, tm
         assert torch.allclose(found, expected, atol=1e-5)
 
 
+def test_an_evaluation_with_a_shorter_memory_goes_on_from_the_latest_states(make_model, make_ids):
+    model, ids = make_model(mem_len=12), make_ids(1, 20)
+    memory = going_on(read(model, "mems", ids[:, :12]))
+    cut = {"mems": tuple(states[:, -5:] for states in memory["mems"])}
+    found, expected = (
+        txl_hf.token_losses(model, ids[0, 12:], segment_length=4, memory_length=5, memory=given)
+        for given in (memory, cut)
+    )
+    assert torch.equal(found, expected)
+    alone = txl_hf.token_losses(model, ids[0, 12:], segment_length=4, memory_length=5)
+    assert not torch.allclose(found, alone, atol=1e-3)
+
+
 # --- whose it is -----------------------------------------------------------------------------------------------------
 
 

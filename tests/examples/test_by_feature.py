@@ -37,9 +37,11 @@ SCRIPTS = [
     "lora",
     "memory_agent",
     "memory_probe",
+    "memory_tokens",
     "music_events",
     "saved_memory",
     "streaming_generation",
+    "through_memory",
     "watch_agent",
 ]
 
@@ -139,6 +141,58 @@ def test_prompts_are_answered_from_a_text_that_was_read_once(script, checkpoint,
         written = model.generate(new, mems=mems, max_new_tokens=5, do_sample=False)
         expected += f"> {prompt}\n{tokenizer.decode(written[0])}\n"
     assert found == expected
+
+
+@pytest.mark.slow
+def test_through_memory(tmp_path):
+    printed = smoke("through_memory", tmp_path, "--output", tmp_path / "rows.csv")
+    detached, kept = (figures(rf"k={k}, seed 1: ([\d.]+) right", printed)[0] for k in (1, 3))
+    assert kept > detached + 0.3
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open(newline="")))
+    assert [(row["segments"], float(row["accuracy"])) for row in rows] == [("1", detached), ("3", kept)]
+    assert len((FOLDER / "through_memory.py").read_text().splitlines()) <= 150
+
+
+@pytest.mark.slow
+def test_memory_tokens(tmp_path):
+    printed = smoke("memory_tokens", tmp_path, "--output", tmp_path / "rows.csv")
+    [right] = figures(r"tokens, seed 1: ([\d.]+) right over 3 segments", printed)
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open(newline="")))
+    assert [row["memory"] for row in rows] == ["tokens", "states"]
+    assert right == float(rows[0]["accuracy"]) > 0.9
+    assert len((FOLDER / "memory_tokens.py").read_text().splitlines()) <= 150
+
+
+def test_memory_tokens_are_the_only_way_from_segment_to_segment(script):
+    """What is asked for in the last of five segments has gradients in the first one, by its memory alone."""
+    module = script("memory_tokens")
+    torch.manual_seed(0)
+    model = module.MemoryTokens(3)
+    loss, right = module.copy(model, 6, 5)
+    assert 0 <= right <= 1 and loss.item() > 1
+    assert all(torch.autograd.grad(loss, vectors, retain_graph=True)[0].any() for vectors in model.parameters())
+    ids = torch.randint(module.SYMBOLS, (2, 5))
+    logits, memory = model(ids, None)
+    assert logits.shape == (2, 5, module.SYMBOLS + 2) and memory.shape == (2, 3, 64)
+    again, later = model(ids, memory)
+    assert not torch.allclose(again, logits) and later.shape == memory.shape
+
+
+def test_tokens_are_asked_for_again_at_their_distance(script, make_model):
+    """And a step of k segments is the mean over their targets, with gradients through the memory but the last."""
+    module = script("through_memory")
+    segments = module.Copying(3, 7, torch.Generator().manual_seed(0)).segments(4)
+    read, asked = (torch.cat(parts, dim=1) for parts in zip(*(next(segments) for _ in range(5)), strict=True))
+    assert (asked[:, :7] == -100).all() and torch.equal(asked[:, 7:], read[:, :13])
+    model = make_model(vocab_size=4, cutoffs=[], div_val=1, mem_len=30)
+    parts = list(zip(read.split(4, dim=1), asked.split(4, dim=1), strict=True))
+    loss, memory = module.step(model, iter(parts), 5, {})
+    whole = model(read, shift_labels=asked).loss
+    torch.testing.assert_close(loss, whole)
+    weight = model.transformer.layers[0].self_attn.v_proj.weight
+    found, expected = (torch.autograd.grad(each, weight)[0] for each in (loss, whole))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert not any(states.requires_grad for states in memory["mems"])
 
 
 @pytest.mark.slow

@@ -155,6 +155,7 @@ def test_there_is_room_for_activations_of_graphs_beside_those_of_others(monkeypa
         ("whole model is compiled", {}, {"torch_compile": True}),
         ("each bin", {"cutoffs": [9, 30]}, {}),
         ("--gradient_checkpointing", {}, {"gradient_checkpointing": True}),
+        ("--backprop_segments", {}, {"backprop_segments": 2}),
         ("flex_attention", {"attn_implementation": "flex_attention"}, {}),
         ("--document_end none", {}, {"document_end": 3}),
         (None, {}, {}),
@@ -167,6 +168,7 @@ def test_what_cannot_be_captured_is_launched_or_refused_with_the_reason(make_mod
         "distributed_type": DistributedType.NO,
         "torch_compile": False,
         "gradient_checkpointing": False,
+        "backprop_segments": 1,
         "document_end": None,
     } | given
     accelerator = SimpleNamespace(
@@ -177,7 +179,7 @@ def test_what_cannot_be_captured_is_launched_or_refused_with_the_reason(make_mod
     model = make_model(backend, **(PLAIN | changes))
 
     def captures(cuda_graphs, tokens=captured.MOST_TOKENS):
-        told = {"torch_compile": given["torch_compile"], "gradient_checkpointing": given["gradient_checkpointing"]}
+        told = {name: given[name] for name in ("torch_compile", "gradient_checkpointing", "backprop_segments")}
         run = SimpleNamespace(cuda_graphs=cuda_graphs, **told)
         return should_capture_steps(run, accelerator, model, given["document_end"], tokens)
 

@@ -386,15 +386,15 @@ def test_memory_stays_in_the_type_of_autocast(tmp_path, dtype, model_changes):
     """Bit for bit as the model returned it, before accelerate widened it; and evaluated so, and resumed."""
 
     class Watching(TransfoXLTrainer):
-        def _detach(self, memory):
-            kept = super()._detach(memory)
+        def _carried(self, memory, detach=True):
+            kept = super()._carried(memory, detach)
             for states, before in zip(kept["mems"], memory["mems"], strict=True):
                 assert states.dtype == dtype and torch.equal(states.float(), before)
             return kept
 
     class Wide(TransfoXLTrainer):
-        def _detach(self, memory):
-            return super()._detach(memory) | {"mems": tuple(states.detach() for states in memory["mems"])}
+        def _carried(self, memory, detach=True):
+            return super()._carried(memory, detach) | {"mems": tuple(states.detach() for states in memory["mems"])}
 
     def train(kind, resume=False) -> list[list[float]]:
         arguments = make_arguments(tmp_path, bf16=True, eval_strategy="steps", eval_steps=6, **SAVING)

@@ -153,8 +153,8 @@ def evaluate_language_model(
             and all get the result of the whole text. None: this process reads all streams.
         progress: show a progress bar, of this process's streams.
         memory: what the streams go on from: `mems` and `mems_mask`, or `past_key_values`, with a row for each stream
-            of this process, as `txl_hf.load_memory` returns. The first token of a stream is not scored all the same.
-            None: nothing.
+            of this process, as `txl_hf.load_memory` returns; of `mems` the last `memory_length` states. The first
+            token of a stream is not scored all the same. None: nothing.
 
     Raises:
         ValueError: the text is empty, leaves nothing to score, is no sequence of integers, or holds an id outside the

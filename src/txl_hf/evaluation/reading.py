@@ -25,7 +25,7 @@ from ..data.streams import (
 from ..kernels.captured import SegmentsAlike
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
-from ..transfo_xl.memory_transfo_xl import MemoryLengths, memory_of
+from ..transfo_xl.memory_transfo_xl import MemoryLengths, latest_states, memory_of
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
 # Between the host and a device the text and its losses move in pieces of so many tokens.
@@ -249,7 +249,8 @@ class Reader:
                 "memory has past_key_values, but dynamic evaluation and ext_len go on from hidden states: give mems"
             )
         # A cache is continued in place, and the caller's stays as it is.
-        self._memory: dict[str, Any] = copy.deepcopy(dict(reading.memory or {}))
+        memory = latest_states(dict(reading.memory or {}), self._lengths.mem_len or 0)
+        self._memory: dict[str, Any] = copy.deepcopy(memory)
         self.alike = SegmentsAlike(model.transformer, reading.lengths.mem_len or 0)
 
     def read(self, segment: Segment) -> Tensor:
