@@ -40,14 +40,14 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (22_246, 17_500),
+    "lines installed": (22_384, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
-    "lines of the Hub set": (6_178, 5_200),
+    "lines of the Hub set": (6_185, 5_200),
     "functions of a forward": (60, 60),
     "modules of a forward": (8, 8),
-    "lines of a forward": (1_098, 1_000),
-    "lines of the longest module": (1_036, 1_050),
+    "lines of a forward": (1_112, 1_000),
+    "lines of the longest module": (1_037, 1_050),
     "lines of the longest function": (68, 60),
     "private methods of others overridden": (19, 15),
     "assignments into other libraries": (0, 0),
