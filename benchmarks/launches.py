@@ -14,7 +14,8 @@ A kernel of ours counts as one operator, and PyTorch's own attention falls apart
 the one kernel that it is on a GPU. How many targets each bin has is a number that the host waits for: it is given, by
 Zipf's law, which the words of a text nearly follow, and counted as a wait unless it was asked for before the layers.
 Nothing is compiled but where a name says so; the optimiser and the check of ids are left out, and so is what others
-put around the model.
+put around the model, but in steps of the recipes `ptb` and `wt2` as `txl-train` has them on a GPU: under autocast,
+captured, with the regularisation, clipping and Adam. What is done to a list of tensors counts as one launch.
 
 An evaluated segment is read and scored as `evaluate_language_model` does, with the memory as keys and values.
 
@@ -40,6 +41,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -58,10 +60,14 @@ import txl_hf.kernels.softmax as adaptive
 import txl_hf.transfo_xl.attention_transfo_xl as attention
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.evaluation.reading import Reader, Reading, Segment
+from txl_hf.kernels import captured
 from txl_hf.kernels.decoding import Texts
+from txl_hf.kernels.weights import ProductWeights
+from txl_hf.training.regularization import LockedDropout, RegularizationArguments, regularize
+from txl_hf.training.steps import CapturedSteps, Forward
 from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax
 from txl_hf.transfo_xl.cache_transfo_xl import StaticMemoryCache
-from txl_hf.transfo_xl.memory_transfo_xl import MemoryLengths
+from txl_hf.transfo_xl.memory_transfo_xl import MemoryLengths, memory_of
 from txl_hf.transfo_xl.memory_transfo_xl import Segment as OpenSegment
 from txl_hf.transfo_xl.modeling_transfo_xl import TransfoXLLayer
 from txl_hf.transfo_xl.positions_transfo_xl import Distances
@@ -94,6 +100,23 @@ LARGE = BASE | {
     "dropout": 0.2,
     "dropatt": 0.2,
 }
+PTB = BASE | {
+    "vocab_size": 10000,
+    "cutoffs": [],
+    "d_model": 380,
+    "d_embed": 380,
+    "n_head": 10,
+    "d_head": 38,
+    "d_inner": 900,
+    "dropout": 0.0,
+    "untie_r": False,
+    "ext_len": 70,
+}
+WT2 = PTB | {"vocab_size": 33278, "d_model": 400, "d_embed": 400, "d_head": 40, "ext_len": 0}
+WT2 |= {"dropout": 0.2, "dropatt": 0.2}
+DROPPED = {"word_dropout": 0.2, "input_dropout": 0.6, "output_dropout": 0.5}
+AVERAGED = {"ar": 0.2, "tar": 0.1}
+LOCKED = DROPPED | {"attention_dropout": 0.2, "mlp_dropout": 0.2}
 SMALL = BASE | {"vocab_size": 5000, "cutoffs": [500, 2000], "d_model": 64, "d_embed": 64, "n_head": 2, "d_head": 32}
 SMALL |= {"d_inner": 128, "n_layer": 2, "div_val": 4}
 
@@ -104,7 +127,8 @@ class Workload:
 
     The tasks are "train", "evaluate", "decode", "decode_static" with a cache that never moves, "write", which is a
     token of `generate` by a graph of ours, with the draw of the next, and "softmax", the part of a training step that
-    the losses and their gradients are. The model is in bf16, or in fp32 with `autocast`.
+    the losses and their gradients are, and "step", all that a step of `txl-train` is. The model is in bf16, or in fp32
+    with `autocast`.
     `compiled` may be "layers", each by itself, or "graph", all of a decoded token in fp32.
     """
 
@@ -115,6 +139,7 @@ class Workload:
     memory: int
     autocast: bool = False
     compiled: str = ""
+    regularized: dict = dataclasses.field(default_factory=dict)
 
     @property
     def backends(self) -> list[str]:
@@ -133,6 +158,10 @@ WORKLOADS = {
     "large-train-autocast": Workload("train", LARGE, 128, 384, 384, autocast=True),
     "large-train-autocast-compiled": Workload("train", LARGE, 128, 384, 384, autocast=True, compiled="layers"),
     "large-softmax": Workload("softmax", LARGE, 128, 384, 0),
+    "ptb-step": Workload("step", PTB, 10, 140, 0, True, "", LOCKED | AVERAGED),
+    "ptb-step-compiled": Workload("step", PTB, 10, 140, 0, True, "layers", LOCKED | AVERAGED),
+    "wt2-step": Workload("step", WT2, 32, 150, 150, True, "", DROPPED),
+    "wt2-step-compiled": Workload("step", WT2, 32, 150, 150, True, "layers", DROPPED),
     "base-evaluate": Workload("evaluate", BASE, 32, 64, 640),
     "base-evaluate-long": Workload("evaluate", BASE, 1, 1024, 640),
     "base-decode": Workload("decode", BASE, 1, 1, 640),
@@ -146,6 +175,7 @@ WORKLOADS = {
 SMALL_WORKLOADS = {
     "small-train": Workload("train", SMALL, 4, 32, 32),
     "small-train-autocast": Workload("train", SMALL, 4, 32, 32, autocast=True),
+    "small-step": Workload("step", SMALL | {"cutoffs": [], "d_head": 24}, 4, 32, 32, True, "", LOCKED),
     "small-softmax": Workload("softmax", SMALL, 4, 32, 0),
     "small-evaluate": Workload("evaluate", SMALL, 2, 16, 64),
     "small-decode": Workload("decode", SMALL, 1, 1, 64),
@@ -183,7 +213,7 @@ class Counter(TorchDispatchMode):
     def _launches(function) -> bool:
         names_only = ("aten.detach", "aten.empty", "aten.new_empty", "aten.lift", "aten.alias", "prim.")
         # Nothing of these reaches the device either; the schema does not say that the one is a view.
-        names_only += ("aten._unsafe_view", "aten.promote_types")
+        names_only += ("aten._unsafe_view", "aten.promote_types", "profiler.")
         if str(function).startswith(names_only):
             return False
         returns = function._schema.returns
@@ -309,6 +339,9 @@ def pretending(counter: Counter):
         mock.patch.object(torch, "is_autocast_enabled", lambda *args: autocast.enabled),
         mock.patch.object(torch, "get_autocast_dtype", lambda *args: torch.bfloat16),
         mock.patch.object(attention, "WITHOUT_AUTOCAST", ()),
+        mock.patch("torch.nn.utils.clip_grad._device_has_foreach_support", lambda device: True),
+        mock.patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["cuda", "meta"]),
+        mock.patch.dict(captured.RECORDERS, {"meta": lambda step, *args, **given: step}),
         autocast,
     ):
         yield
@@ -342,7 +375,8 @@ def count(workload: Workload, backend: str) -> dict[str, float]:
 def prepare(config: TransfoXLConfig, workload: Workload) -> Callable[[], None]:
     """The step of a model that has its memory."""
     model = TransfoXLForCausalLM(config).to(torch.float32 if workload.autocast else torch.bfloat16)
-    model.train(workload.task == "train")
+    is_trained = workload.task in ("train", "step")
+    model.train(is_trained)
     ids = torch.zeros(workload.rows, workload.segment, dtype=torch.long)
     before = torch.zeros(workload.rows, workload.memory, dtype=torch.long)
     if workload.task == "evaluate":
@@ -352,12 +386,35 @@ def prepare(config: TransfoXLConfig, workload: Workload) -> Callable[[], None]:
         return functools.partial(evaluate, reader, segment_of(ids))
     with torch.no_grad(), torch.autocast("meta", enabled=workload.autocast):
         cache = StaticMemoryCache(config) if workload.task in ("decode_static", "write") else None
-        past = model(before, past_key_values=cache, use_cache=workload.task != "train")
+        past = model(before, past_key_values=cache, use_cache=not is_trained) if workload.memory else None
     if workload.task == "write":
         return functools.partial(write, texts_of(model, cache, before))
+    if workload.task == "step":
+        return prepare_step(model, ids, past, workload)
     if workload.task == "train":
         return functools.partial(train, model, ids, past, workload.autocast)
     return functools.partial(decode, model, ids, past)
+
+
+def prepare_step(model: TransfoXLForCausalLM, ids: torch.Tensor, past: Any, workload: Workload) -> Callable[[], None]:
+    """A step behind those that were captured."""
+    regularizer = regularize(model, RegularizationArguments(**workload.regularized))
+    forward = Forward(model, functools.partial(torch.autocast, "meta", torch.bfloat16), regularizer)
+    steps, table = CapturedSteps(forward, 0, torch.bfloat16), model.transformer.embed_tokens.emb_layers[0].weight
+    others = [weight for weight in model.parameters() if weight is not table]
+    # As `make_optimizer` has it.
+    optimizer = torch.optim.Adam([{"params": others}, {"params": [table]}], fused=True)
+    inputs, memory = {"input_ids": ids, "shift_labels": ids}, memory_of(past) if past else {}
+
+    def step():
+        nll, penalty, _ = steps(inputs, memory)
+        (nll / ids.numel() + penalty).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return step
 
 
 def texts_of(model: TransfoXLForCausalLM, cache: StaticMemoryCache, before: torch.Tensor) -> Texts:
@@ -432,21 +489,32 @@ def count_in_one_graph(workload: Workload, backend: str) -> int:
     return calls(code)
 
 
-# Rows of a layer that is compiled.
-PRIME = 7
+# Rows of a layer that is compiled: the first that its lengths are no multiples of.
+PRIMES = (7, 11)
 
 
 def layer_of(workload: Workload, backend: str, rows: int, **options) -> Callable[[], None]:
     """One layer of the model in training, forward and backward: what is compiled by itself."""
     config = TransfoXLConfig(**workload.config, mem_len=workload.memory, tgt_len=workload.segment)
     config._attn_implementation = backend
-    layer = TransfoXLLayer(config, 0).train()
+    layer = TransfoXLLayer(config, 0)
+    for part, name in ((layer.self_attn, "attention_dropout"), (layer.mlp, "mlp_dropout")):
+        if rate := workload.regularized.get(name):
+            part.dropout = LockedDropout(rate)
+    if workload.task == "step":
+        leaves = ProductWeights(dict(layer.named_parameters()), config, torch.bfloat16).leaves()
+        for name, leaf in leaves.items():
+            owner, _, last = name.rpartition(".")
+            layer.get_submodule(owner).register_parameter(last, leaf)
+    layer.train()
     if options:
         layer.compile(**options)
     shape, keys = (rows, workload.segment, config.d_model), workload.memory + workload.segment
     hidden = torch.empty(shape, requires_grad=True)
-    memory = torch.empty(rows, workload.memory, config.d_model, dtype=torch.bfloat16)
-    distances, gradient = Distances(torch.empty(keys, config.d_model)), torch.empty(shape)
+    memory = None
+    if workload.memory:
+        memory = torch.empty(rows, workload.memory, config.d_model, dtype=torch.bfloat16)
+    distances, gradient = Distances(torch.empty(keys, config.d_model, dtype=torch.bfloat16)), torch.empty(shape)
     segment = OpenSegment(
         *(MemoryLengths(), workload.segment, workload.memory, keys, (), None, None, None, None, None, None),
         attention={"implementation": backend},
@@ -463,13 +531,14 @@ def layer_of(workload: Workload, backend: str, rows: int, **options) -> Callable
 
 def count_compiled_layer(workload: Workload, backend: str) -> dict[str, float]:
     """The launches and gigabytes of a layer as Inductor compiles it."""
-    read_and_written = 0
+    read_and_written, lengths = 0, (workload.segment, workload.memory + workload.segment)
+    prime = next(prime for prime in PRIMES if all(length % prime for length in lengths))
 
     def add(*tensors):
         nonlocal read_and_written
         for tensor in tensors:
             size = tensor.numel() * tensor.element_size()
-            read_and_written += size * workload.rows // PRIME if tensor.numel() % PRIME == 0 else size
+            read_and_written += size * workload.rows // prime if tensor.numel() % prime == 0 else size
 
     def fused(compiler, types, source, *args):
         """In the place of a kernel: what it is called with, and twice what it changes."""
@@ -497,7 +566,7 @@ def count_compiled_layer(workload: Workload, backend: str) -> dict[str, float]:
         inductor.patch(fx_graph_cache=False, cpp_wrapper=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
     )
-    step = layer_of(workload, backend, PRIME, fullgraph=True)
+    step = layer_of(workload, backend, prime, fullgraph=True)
     torch._dynamo.reset()
     with contextlib.ExitStack() as stack:
         for patch in patches:

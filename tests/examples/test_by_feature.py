@@ -164,7 +164,7 @@ def test_memory_tokens(tmp_path):
 
 
 def test_memory_tokens_are_the_only_way_from_segment_to_segment(script):
-    """What is asked for in the last of five segments has gradients in the first one, by its memory alone."""
+    """The loss of the last of five segments has gradients in the first one, through its memory alone."""
     module = script("memory_tokens")
     torch.manual_seed(0)
     model = module.MemoryTokens(3)

@@ -24,6 +24,7 @@ BARS = {
     ("large-train-autocast-compiled", "txl_triton"): {"gigabytes": 200, "waits": 0},
     ("large-softmax", "none"): {"launches": 120, "waits": 0},
     ("base-evaluate", "auto"): {"launches": 350, "waits": 0},
+    ("wt2-step-compiled", "txl_triton"): {"launches": 800, "waits": 0},
     ("base-write", "auto"): {"launches": 310, "waits": 0},
     ("base-write-32", "auto"): {"launches": 310, "waits": 0},
     ("base-decode-static-graph", "eager"): {"launches": 200},

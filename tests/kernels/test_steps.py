@@ -64,6 +64,45 @@ def test_steps_of_several_lengths_and_chunks_are_those_that_are_launched(
     assert recorder.recorded == 2 * len(graphs.graphs) >= 4 and recorder.runs >= 32
 
 
+@pytest.mark.parametrize("regularized", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [{"d_head": 6}, {"d_head": 16, "untie_r": False}, {"attn_type": 1}, {"gating": "gru", "d_head": 10}],
+    ids=str,
+)
+def test_weights_are_cast_and_padded_together_for_the_steps_of_a_graph(
+    make_model, make_ids, recorder, regularized, changes
+):
+    """As autocast casts them; heads that are padded with zeros have the same scores, and gradients no padding."""
+    model = make_model("eager", **PLAIN | changes).train()
+    regularizer = regularize(model, DROPOUTS) if regularized else None
+    forward = Forward(model, lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False), regularizer)
+    texts, found = lengths_of(make_ids, *[7, 5] * 6), []
+    for steps_of in (forward, graphs := CapturedSteps(forward, dtype=torch.bfloat16)):
+        torch.manual_seed(3)
+        found.append(train(steps_of, model, texts, 6))
+        # What is read is what the optimizer has written.
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1 if steps_of is forward else 1.5)
+    assert recorder.runs > 0 and graphs._gradients.products is not None
+    torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=2e-2)
+    found = []
+    for steps_of in (forward, graphs):
+        torch.manual_seed(3)
+        found.append(train(steps_of, model, texts[:4], 6))
+    torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=2e-2)
+
+
+def test_weights_of_which_some_are_frozen_are_cast_one_by_one(make_model):
+    model = make_model("eager", **PLAIN).train()
+    forward = Forward(model, no_context)
+    assert steps.Gradients(forward, torch.bfloat16).products is not None
+    assert steps.Gradients(forward).products is None
+    model.transformer.layers[0].self_attn.q_proj.requires_grad_(False)
+    assert steps.Gradients(forward, torch.bfloat16).products is None
+
+
 def test_a_graph_is_made_of_the_fourth_step_of_its_shapes_and_there_are_only_so_many(
     make_model, make_ids, recorder, monkeypatch
 ):

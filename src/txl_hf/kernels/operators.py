@@ -265,7 +265,8 @@ def linear(layer: nn.Module, states: Tensor) -> Tensor:
 
 
 def linear_after(memory: Tensor | None, states: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """`linear` of [memory, states] by two layers.
+    """`linear` of [memory, states] by two layers, or of the states by any number of layers: in one product, where that
+    is a launch less of many.
 
     Where the memory needs no gradient, none is computed for its rows, also where torch.compile traces; under autocast
     both are joined in its type.
@@ -276,20 +277,27 @@ def linear_after(memory: Tensor | None, states: Tensor, layers: Sequence[nn.Modu
     Returns:
         (B, m + L, n) of each layer.
     """
+    are_bare = torch.is_grad_enabled() and all(
+        type(layer) is nn.Linear and layer.bias is None and not is_wrapped(layer) for layer in layers
+    )
     if memory is None or memory.shape[1] == 0:
+        if are_bare and _multiplies_batches(states):
+            # A row of decoding would read all weights once more, to join them.
+            several: list[Any] = [layer.weight for layer in layers]
+            if torch.compiler.is_compiling() or is_plain(states, *several):
+                return list(product(states, torch.cat(several)).split([len(weight) for weight in several], dim=-1))
         return [linear(layer, states) for layer in layers]
     dtype = working_dtype(states)
     memory, states = memory.to(dtype), states.to(dtype)
-    if torch.is_grad_enabled() and states.requires_grad and not memory.requires_grad:
-        if all(type(layer) is nn.Linear and layer.bias is None and not is_wrapped(layer) for layer in layers):
-            # With all in one type, autocast casts nothing within.
-            weights: list[Any] = [
-                layer.weight if layer.weight.dtype == dtype else layer.weight.to(dtype) for layer in layers
-            ]
-            if torch.compiler.is_compiling():
-                return list(_ProjectionInAGraph.apply(memory, states, *weights))
-            if is_plain(memory, states, *weights):
-                return list(_ProjectionAfterMemory.apply(memory, states, *weights)[:2])
+    if are_bare and states.requires_grad and not memory.requires_grad:
+        # With all in one type, autocast casts nothing within.
+        weights: list[Any] = [
+            layer.weight if layer.weight.dtype == dtype else layer.weight.to(dtype) for layer in layers
+        ]
+        if torch.compiler.is_compiling():
+            return list(_ProjectionInAGraph.apply(memory, states, *weights))
+        if is_plain(memory, states, *weights):
+            return list(_ProjectionAfterMemory.apply(memory, states, *weights)[:2])
     joined = torch.cat([memory, states], dim=1)
     return [linear(layer, joined) for layer in layers]
 

@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from ..kernels.attention_triton import why_triton_cannot_begin
 from ..kernels.captured import MOST_TOKENS, RECORDERS, why_not_kernels_alone
+from ..kernels.weights import ProductWeights
 from ..transfo_xl.memory_transfo_xl import cloned_states, memory_of
 from .arguments import TransfoXLTrainingArguments
 from .regularization import Regularizer
@@ -150,8 +151,12 @@ class CapturedSteps:
         graphs: by the shapes and types of what they are given.
     """
 
-    def __init__(self, forward: Forward, steps_before: int = STEPS_BEFORE):
-        """Args: steps_before: so many of a shape are launched kernel by kernel."""
+    def __init__(self, forward: Forward, steps_before: int = STEPS_BEFORE, dtype: torch.dtype | None = None):
+        """Args:
+        steps_before: so many of a shape are launched kernel by kernel.
+        dtype: the type to which autocast casts weights, for all products of a graph at once; None: it casts none.
+        """
+        self._dtype = dtype
         self.graphs: dict[tuple, CapturedStep] = {}
         self._forward, self._steps_before, self._seen = forward, steps_before, Counter[tuple]()
         # A step's graphs run when those of the last step are done, and may use the same memory.
@@ -186,7 +191,7 @@ class CapturedSteps:
             stream = torch.cuda.Stream(device, priority=-1)
             self._shared = {"stream": stream, "pool": torch.cuda.graph_pool_handle()}
         try:
-            self._gradients = self._gradients or Gradients(self._forward)
+            self._gradients = self._gradients or Gradients(self._forward, self._dtype)
             self.graphs[kind] = CapturedStep(self._forward, inputs, memory, self._gradients, self._shared)
         except Exception as error:
             # Whatever CUDA, its driver or this PyTorch refuses. What ends a capture says only that it was in vain.
@@ -214,11 +219,15 @@ class Gradients:
 
     Attributes:
         weights: by name, those that are trained. places: for each of them.
+        products: the copies that products read, where all weights are trained and are cast.
     """
 
-    def __init__(self, forward: Forward):
+    def __init__(self, forward: Forward, dtype: torch.dtype | None = None):
         self.weights = {name: weight for name, weight in forward.named_parameters() if weight.requires_grad}
         self.places = [torch.zeros_like(weight) for weight in self.weights.values()]
+        self.products: ProductWeights | None = None
+        if dtype is not None and len(self.weights) == len(list(forward.parameters())):
+            self.products = ProductWeights(self.weights, forward.model.config, dtype)
 
     def begin(self) -> None:
         """Forget what was added in steps before the present one, whose gradients are no weight's any more."""
@@ -259,14 +268,21 @@ class CapturedStep:
         places = {name: tensor.clone() for name, tensor in inputs.items()}, cloned_states(memory)
         leaves: dict[str, Tensor] = {name: nn.Parameter(weight.detach()) for name, weight in gradients.weights.items()}
         losses: list[Tensor] = []
+        products = gradients.products
+        leaves |= {} if products is None else products.leaves()
 
         def compute() -> tuple[Tensor, Tensor, Memory]:
+            if products is not None:
+                products.renew()
             nll, penalty, memory = functional_call(forward, leaves, places)
             losses[:] = [loss for loss in (nll, penalty) if loss.requires_grad]
             return nll.detach(), penalty.detach(), memory
 
         def differentiate() -> tuple[Tensor | None, ...]:
-            return torch.autograd.grad(losses, list(leaves.values()), self._given, allow_unused=True)
+            found = torch.autograd.grad(losses, list(leaves.values()), self._given, allow_unused=True)
+            if products is None:
+                return found
+            return tuple(products.of_weights(dict(zip(leaves, found, strict=True))).values())
 
         def learn() -> None:
             found = differentiate()

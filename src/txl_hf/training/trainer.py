@@ -400,7 +400,8 @@ class TransfoXLTrainer(Trainer):
         document_end = getattr(stream, "document_end", None)
         if not should_capture_steps(self.args, self.accelerator, model, document_end, read):
             return None
-        return CapturedSteps(Forward(self.model, nullcontext, self._regularizer))
+        dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
+        return CapturedSteps(Forward(self.model, nullcontext, self._regularizer), dtype=dtype)
 
     def begin_epoch(self):
         """An epoch begins at the beginning of the text, but for one that is resumed."""

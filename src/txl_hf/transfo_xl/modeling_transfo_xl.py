@@ -195,7 +195,8 @@ class TransfoXLAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.heads = (config.n_head, config.d_head)
+        # As wide as the weights have them: a captured step pads them.
+        self.heads = (config.n_head, -1)
         width = config.n_head * config.d_head
         self.q_proj = nn.Linear(config.d_model, width, bias=False)
         self.k_proj = nn.Linear(config.d_model, width, bias=False)
@@ -232,8 +233,11 @@ class TransfoXLAttention(nn.Module):
         Returns:
             (B, L, D), and the probabilities (B, H, L, K) where the backend has them.
         """
-        query = OPERATORS.linear(self.q_proj, hidden_states)
-        key, value = OPERATORS.linear_after(memory, context, [self.k_proj, self.v_proj])
+        if memory is None and context is hidden_states:
+            query, key, value = OPERATORS.linear_after(None, context, [self.q_proj, self.k_proj, self.v_proj])
+        else:
+            query = OPERATORS.linear(self.q_proj, hidden_states)
+            key, value = OPERATORS.linear_after(memory, context, [self.k_proj, self.v_proj])
         # (B, n, H·Dh) → (B, H, n, Dh).
         query, key, value = (states.unflatten(-1, self.heads).transpose(1, 2) for states in (query, key, value))
         if segment.cache is not None:
@@ -262,6 +266,7 @@ class TransfoXLAttention(nn.Module):
             rel_bias=None if distances.rel_bias is None else _last(distances.rel_bias, 1, segment.key_length),
             dropout=getattr(self.dropatt, "p", 0.0) if self.dropatt.training else 0.0,
             module=self,
+            scaling=self.config.d_head**-0.5,
             **segment.attention,
         )
         attended = OPERATORS.linear(self.o_proj, attended.transpose(1, 2).flatten(2))
@@ -623,6 +628,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
     def _distances(self, segment: Segment, states: Tensor) -> tuple[list[Distances], DecodingState | None]:
         """The distances of each layer; and the state of the cache, if it keeps them for calls that follow."""
         clamp_len, cache = segment.lengths.clamp_len, segment.cache
+        # The products of all layers read distances, in their type.
+        like = states.new_empty(0, states.shape[-1], dtype=working_dtype(states))
         dropout = self.position_dropout
         draws = dropout.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1) > 0
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -630,7 +637,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             # be of other weights. Each of its steps follows a forward with gradients, which this counts.
             self._trained += 1
         if cache is None or torch.is_grad_enabled() or draws:
-            return self.positions.distances(self, segment.key_length, states, clamp_len), None
+            return self.positions.distances(self, segment.key_length, like, clamp_len), None
         state = decoding_state_of(cache)
         # The distances of a full memory at once; else a growing one would compute them again for each token.
         reach = max(segment.key_length, segment.lengths.mem_len + 1)
@@ -639,7 +646,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         weights = [getattr(layer.self_attn.r_proj, "weight", None) for layer in layers]
         if not state.has_distances(reach, clamp_len, weights, (self._trained, working_dtype(states))):
             state.projected = max(reach, state.projected)
-            state.distances = self.positions.distances(self, state.projected, states, clamp_len)
+            state.distances = self.positions.distances(self, state.projected, like, clamp_len)
         assert state.distances is not None
         return state.distances, state
 

@@ -1,0 +1,106 @@
+"""The weights that the products of a captured step read, cast and padded together.
+
+Under autocast each product casts its weight, and the gradient is cast back: 18 kernels a layer. Where heads are no
+multiple of 16 wide, attention pads what it is given: 12 more. Here weights that are not padded are cast by one call;
+the others are stacked, those of all layers that are equal, and cast and padded by two kernels. The gradients of each
+kind are stacked and cast back.
+
+Letters: n weights of a kind, D = `d_model`, H heads, Dh head width, W = Dh rounded up to a multiple of 16.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# Where a weight has its heads: in its rows, its columns, or nowhere.
+_ROWS, _COLUMNS, _NOWHERE = "rows", "columns", "nowhere"
+KINDS = {
+    **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "r_proj.weight"), _ROWS),
+    **dict.fromkeys(("o_proj.weight", "content_bias", "position_bias"), _COLUMNS),
+    **{f"{name}_proj.{part}": _NOWHERE for name in ("up", "down") for part in ("weight", "bias")},
+}
+MULTIPLE = 16
+
+
+class _Kind(NamedTuple):
+    """The weights of a kind: their names, the shape of each with its heads apart and as a product reads it, and (n, …)
+    copies of them, of which `inside` is what is no padding."""
+
+    names: list[str]
+    apart: tuple[int, ...]
+    read: tuple[int, ...]
+    copies: Tensor
+    inside: Tensor
+
+
+class ProductWeights:
+    """Copies of the weights of a Transformer-XL's layers in the type of products, biases u and v in their own.
+
+    Args:
+        weights: those of a model, by name. config: the model's. dtype: the type of products.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], config: Any, dtype: torch.dtype):
+        self._weights, self._kinds = weights, list[_Kind]()
+        heads, width = config.n_head, config.d_head
+        # Learned keys of distances are as wide as heads, and no weight of a product.
+        wide = width + (-width % MULTIPLE if config.attn_type == 0 else 0)
+        found: dict[str, list[str]] = {}
+        for name in weights:
+            kind = ".".join(name.split(".")[-2:])
+            # Biases u and v are read as they are, but for padding.
+            kind = kind if kind in KINDS or wide == width else name.split(".")[-1]
+            if kind in KINDS:
+                found.setdefault(kind, []).append(name)
+        for kind, names in found.items():
+            first = weights[names[0]]
+            apart = read = tuple(first.shape)
+            axis = 0
+            if KINDS[kind] == _ROWS:
+                apart, read, axis = (heads, width, first.shape[1]), (-1, first.shape[1]), 1
+            elif KINDS[kind] == _COLUMNS:
+                apart, read, axis = (first.shape[0], first.shape[1] // width, width), (first.shape[0], -1), 2
+            padded = [wide if axis and place == axis else size for place, size in enumerate(apart)]
+            kept = first.dtype if kind.endswith("_bias") else dtype
+            copies = torch.zeros(len(names), *padded, dtype=kept, device=first.device)
+            is_padded = copies.shape[1:] != apart
+            inside = copies.narrow(axis + 1, 0, apart[axis]) if is_padded else copies
+            self._kinds.append(_Kind(names, apart, read, copies, inside))
+
+    def leaves(self) -> dict[str, nn.Parameter]:
+        """The copies by name, as leaves that no gradient has been asked of; their numbers are those of `renew`."""
+        found: dict[str, nn.Parameter] = {}
+        for kind in self._kinds:
+            found |= {
+                name: nn.Parameter(copy.view(kind.read)) for name, copy in zip(kind.names, kind.copies, strict=True)
+            }
+        return found
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Take the weights as they are now."""
+        places: list[Tensor] = []
+        taken: list[Tensor] = []
+        for kind in self._kinds:
+            weights = [self._weights[name] for name in kind.names]
+            if kind.inside is kind.copies:
+                places += kind.copies.view(len(weights), *weights[0].shape).unbind()
+                taken += weights
+            else:
+                kind.inside.copy_(torch.stack(weights).view(len(weights), *kind.apart))
+        torch._foreach_copy_(places, taken)
+
+    def of_weights(self, gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """The gradients of leaves, by name, as those of the weights; others as they are."""
+        found = dict(gradients)
+        for kind in self._kinds:
+            given = [gradients[name] for name in kind.names]
+            if all(gradient is not None for gradient in given):
+                first = self._weights[kind.names[0]]
+                stacked = torch.stack(given).view(kind.copies.shape)  # type: ignore[arg-type]
+                inside = stacked.as_strided(kind.inside.shape, kind.inside.stride())
+                inside = inside.to(first.dtype, memory_format=torch.contiguous_format)
+                found |= zip(kind.names, inside.view(len(given), *first.shape), strict=True)
+        return found
