@@ -183,6 +183,15 @@ def test_pages_name_tests_and_files_that_exist(page):
     assert [path for path in (page.parent / link for link in set(links)) if not path.exists()] == []
 
 
+def test_contributing_names_functions_where_they_are():
+    """A name in the table of changes, and the file behind it: `name` in `file.py`, or `name` of `file.py`."""
+    named = re.findall(r"`(\w+)` (?:in|of) `([\w/]+\.py)`", CONTRIBUTING.read_text(encoding="utf-8"))
+    assert len(named) >= 9
+    for name, file in named:
+        paths = [ROOT / path for path in SOURCES if f"/{path}".endswith(f"/{file}")]
+        assert any(re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) for path in paths), (name, file)
+
+
 @pytest.mark.parametrize("page", LENGTHS)
 def test_pages_are_short(page):
     text = (ROOT / page).read_text(encoding="utf-8")

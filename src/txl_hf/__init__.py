@@ -1,16 +1,7 @@
 """Transformer-XL for today's Hugging Face ecosystem.
 
 Importing the package registers Transformer-XL with the Auto classes of `transformers`, so that
-`AutoModelForCausalLM.from_pretrained` loads its checkpoints.
-
-The wings, from the lowest to the highest; each imports those before it and none after it:
-
-    transfo_xl                   the paper: configuration, model, memory, generation, tokenizer; copied beside weights
-    kernels, legacy,             faster implementations; readers of old files; texts, streams and corpora;
-    data, conversion             converters of other checkpoints (the top-level folder `conversion`)
-    evaluation                   likelihood of a text, dynamic evaluation, caches
-    training, integrations       the Trainer and `txl-train`; cards, lm_eval, ONNX, the server
-    commands                     where the installed commands begin
+`AutoModelForCausalLM.from_pretrained` loads its checkpoints. CONTRIBUTING.md says what each wing of the package holds.
 """
 
 from typing import TYPE_CHECKING

@@ -38,7 +38,7 @@ def make_optimizer(model: nn.Module, arguments: TransfoXLTrainingArguments) -> t
         return make_muon(model, groups, arguments)
     if arguments.optimizer == "lamb":
         return make_lamb(groups, **settings)
-    kind = torch.optim.AdamW if arguments.optimizer == "adamw" else torch.optim.Adam
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[arguments.optimizer]
     # One pass over the weights in place of one for each operation.
     return kind(groups, fused=True, **settings)
 

@@ -231,6 +231,7 @@ def finish(output: Path, texts: dict[str, Any], evaluate: Callable, data: DataAr
         print(f"test with memory {result['memory_length']}: {metric} {result[metric]:.3f}")
     parameters = found["model"]["parameters"]
     print(f"the model, of {parameters / 1e6:.1f} M parameters, is in {output}; its figures are in {output / RESULTS}")
+    print(f'to write with it: txl-generate {output} --prompt "…"')
 
 
 def score(
