@@ -87,6 +87,7 @@ CLIENTS = re.split(r"^## (.*)\n", (ROOT / "docs" / "clients.md").read_text(encod
 BROUGHT_BY = {
     "optimum": "optimum-quanto",
     **dict.fromkeys(("gymnasium", "sb3_contrib", "stable_baselines3"), "sb3-contrib"),
+    "tensordict": "torchrl",
 }
 # What some words in Python need beside what brings them, and what our commands do nothing without.
 NEEDED_BY = {
@@ -348,7 +349,8 @@ def test_a_section_names_all_that_its_blocks_need(section):
     there = {distribution(requirement) for requirement in PROJECT["dependencies"]}
     for arguments in re.findall(r"`pip install ([^`]+)`", text):
         there |= installed_by(arguments)
-    assert {name for name in needed if distribution(BROUGHT_BY.get(name, name)) not in there} == set()
+    brought = {name: {distribution(name), distribution(BROUGHT_BY.get(name, name))} for name in needed}
+    assert {name for name, by in brought.items() if not by & there} == set()
 
 
 def test_versions_of_clients_are_those_that_are_tried():
@@ -360,5 +362,5 @@ def test_versions_of_clients_are_those_that_are_tried():
 
 def test_pages_name_make_targets_that_exist():
     targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"`?make (\w[\w-]*)", "".join(page.read_text() for page in PAGES)))
+    named = set(re.findall(r"(?:`|^)make (\w[\w-]*)", "".join(page.read_text() for page in PAGES), re.MULTILINE))
     assert {"demo", "test"} <= named <= targets
