@@ -198,7 +198,7 @@ def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
     except ImportError:
         raise
     except Exception as error:
-        # MidiTok raises whatever a damaged file leads it to.
+        # MidiTok raises errors of any kind where a file is damaged.
         row["problem"] = f"MidiTok cannot tokenise it: {error!r}"
     return row
 
@@ -230,15 +230,15 @@ def read_score(path: Path) -> "Score":
 
     try:
         data = path.read_bytes()
-        # symusic would play its sequences all at once.
+        # symusic would read the sequences of such a file as tracks that sound together.
         if data[8:10] == b"\x00\x02":
             raise ValueError("it is of format 2, several sequences that are not one piece: save each in a file")
         score = symusic.Score.from_midi(with_programs(data))
     except ImportError:
-        # What is not installed is no fault of the file.
+        # A missing package is no fault of the file.
         raise
     except Exception as error:
-        # It raises RuntimeErrors, ValueErrors and what its binding makes of C++'s.
+        # symusic raises RuntimeError, ValueError and whatever its C++ binding translates.
         raise ValueError(" ".join(str(error).split())) from None
     if score.ticks_per_quarter <= 0:
         raise ValueError(f"it has {score.ticks_per_quarter} ticks per quarter note")

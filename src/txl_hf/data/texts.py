@@ -86,7 +86,8 @@ def encode_bytes(tokenizer: TransfoXLTokenizer, text: bytes) -> np.ndarray:
     ids = {symbol: index for index, symbol in enumerate(tokenizer.symbols) if symbol not in specials}
     symbols = map(str, range(256))
     if tokenizer.mode == "characters":
-        # As the tokenizer changes them first: a space of text8 is `_`, and letters may be lower-cased.
+        # The tokenizer changes a text before it looks symbols up (a space of text8 is `_`, letters may be in lower
+        # case), and each byte is changed likewise.
         normalizer = tokenizer.backend_tokenizer.normalizer
         symbols = map(chr if normalizer is None else lambda byte: normalizer.normalize_str(chr(byte)), range(128))
     table = np.full(256, -1, dtype=np.int32)
@@ -111,7 +112,7 @@ def document_end_token(tokenizer: Any, token: str) -> int:
     """
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else tokenizer.vocab
     if getattr(tokenizer, "mode", None) == "bytes":
-        # By its number, as among the symbols, or as the character that it is.
+        # The token may be given as the vocabulary has it, by the byte's number ("10"), or as the character itself.
         vocabulary = {symbol: index for index, symbol in enumerate(tokenizer.symbols)}
         vocabulary |= {chr(byte): vocabulary[str(byte)] for byte in range(128) if str(byte) in vocabulary} | vocabulary
     if token not in vocabulary:

@@ -184,7 +184,7 @@ def evaluate_caches(
     text = open_text(model, token_ids, reading)
     reading = text.reading
     with _losses(model, text, dynamic, caches) as losses:
-        # Not read before the end, so that an accelerator need not wait for the processor.
+        # The sums stay on the device until the text is read, so that the host never waits for it.
         totals = sum(
             (torch.stack([_sum(part) for part in parts]) for parts in losses),
             start=torch.zeros((), dtype=torch.float64),
@@ -246,7 +246,7 @@ def token_losses(
     reading = Reading(segment_length, lengths, batch_size, warm_up, document_end, accelerator, progress, memory)
     text = open_text(model, token_ids, reading)
     with _losses(model, text, dynamic, [cache]) as losses:
-        # Not moved before the end, so that an accelerator need not wait for the processor.
+        # The losses stay on the device until the text is read, so that the host never waits for it.
         result = text.in_order(torch.cat([part for (part,) in losses], dim=1).cpu())
         return result if accelerator is None else accelerator.reduce(result.to(device_of(model)), "sum").cpu()
 

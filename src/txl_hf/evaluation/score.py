@@ -216,7 +216,7 @@ def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None
             print(f"{path} is not used: it is of other weights, or not txl-train's", file=sys.stderr)
     shown = []
     if lengths and options.document_end is None and (document_end is None or isinstance(document_end, int)):
-        # An id, because text and model have the same vocabulary.
+        # `document_end` is the id of a token, of the model too, because the text was prepared with its vocabulary.
         options.document_end = "none" if document_end is None else document_end
         shown = ["as one text" if document_end is None else f"in documents that end with token {document_end}"]
     taken = {name: value for name, value in lengths.items() if getattr(options, name) is None}

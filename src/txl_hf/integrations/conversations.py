@@ -14,7 +14,7 @@ from ..data.memory_files import HeldCache
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
-# A reply of fewer tokens is decoded at each of them, one of fewer than twice as many at every second, and so on.
+# Replies of up to this many tokens are decoded after each token, those of up to twice as many after every second, …
 DECODED_AT_EVERY_TOKEN = 256
 
 

@@ -92,9 +92,9 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
     app = build_app(model, tokenizer, options, lambda: server.should_exit, start)
     limits = {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": 10}
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False, **limits))
-    # The listener has queued what connected while the model was being loaded.
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"serving {options.model} at http://{host}:{listener.getsockname()[1]}/v1", flush=True)
+    # The listener was opened before the model was loaded, and has queued connections that were made since.
     server.run(sockets=[listener])
 
 

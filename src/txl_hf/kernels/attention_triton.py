@@ -337,7 +337,8 @@ if triton is not None:
         WIDTH: tl.constexpr = 32 if N > 32 else N
         rows = tl.minimum(i0 + tl.arange(0, M), L - 1)
         tile = tl.load(kept + rows[:, None] * words + (j0 // 32 + tl.arange(0, N // WIDTH))[None, :])
-        # A thread holds pairs of columns that are eight apart: it shifts by its pair, and eights are constants.
+        # Bit 8e + s of a word is column 8e + s. A thread holds columns that differ by 8: it shifts by its own s, and
+        # masks with the constants 1 << 8e.
         bits = tile[:, :, None, None] >> (j0 % 32 + tl.arange(0, 8))[None, None, None, :]
         bits &= (1 << (tl.arange(0, WIDTH // 8) * 8))[None, None, :, None]
         return tl.reshape(bits, (M, N)) != 0

@@ -514,7 +514,8 @@ class Machine:
         self.op_put(len(self.memo))
 
     def op_put(self, index: int) -> None:
-        # Numbers so close to one another have places of their own in a dictionary.
+        # Indices this dense cannot be chosen to collide in the hash table of the dict, where an int is its own hash:
+        # such a file would be read slowly.
         if not 0 <= index <= 4 * len(self.memo) + 1024:
             raise UnsafePickleError(f"a memo with a place {index} but only {len(self.memo)} values")
         self.pay(MEMO_ITEM)

@@ -20,7 +20,7 @@ from ..evaluation.cards import (
 from ..files import name_of
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
 
-# Where Trainer's own card begins to tell of the training itself, until its end.
+# The heading in Trainer's own card from which on it is copied into ours, to its end.
 PROCEDURE = "\n## Training procedure\n"
 
 

@@ -277,7 +277,7 @@ def shrink(values: dict[str, Any], scratch: Path):
     values["eval_memory_lengths"] = [round(length * scale) for length in values["eval_memory_lengths"]]
     bins = len(values.get("cutoffs", [])) + 1
     values["model_name_or_path"] = None
-    # Where what the heads learn of positions is added to the hidden states, they are as wide together.
+    # With attn_type 3 the learned positions of the heads are added to the hidden states: n_head · d_head is d_model.
     attn_type = values.get("attn_type", 0)
     wide = attn_type in POSITIONS and POSITIONS[attn_type].spans_heads
     embed = values.get("d_embed")
