@@ -38,9 +38,9 @@ def make_optimizer(model: nn.Module, arguments: TransfoXLTrainingArguments) -> t
         return make_muon(model, groups, arguments)
     if arguments.optimizer == "lamb":
         return make_lamb(groups, **settings)
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[arguments.optimizer]
+    kinds: dict[str | None, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     # One pass over the weights in place of one for each operation.
-    return kind(groups, fused=True, **settings)
+    return kinds[arguments.optimizer](groups, fused=True, **settings)
 
 
 def make_lamb(groups: list, **settings) -> torch.optim.Optimizer:
