@@ -57,7 +57,7 @@ def smoke(recipe: Path, *options: str):
 def test_a_trial_says_that_its_folder_is_gone(capsys):
     [recipe] = [path for path in RECIPES if path.stem == "characters_small"]
     smoke(recipe)
-    *_, said, last = capsys.readouterr().out.splitlines()
+    *_, said, _, last = capsys.readouterr().out.splitlines()
     assert last == "this was a trial: its folder is removed now; name one with --output to keep it"
     assert not Path(re.search(r"M parameters, is in ([^;]+);", said)[1]).exists()
 

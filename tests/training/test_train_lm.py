@@ -1440,9 +1440,10 @@ def test_what_a_run_says(tmp_path, capsys, recipe, corpus, monkeypatch):
     assert re.search(
         r"expected time: 0:00:\d\d more, at [\d,]+ tokens a second, without the validations\n", printed.err
     )
-    last = printed.out.splitlines()[-1]
+    *_, where, last = printed.out.splitlines()
     output = tmp_path / "output"
-    assert last.endswith(f"M parameters, is in {output}; its figures are in {output / 'results.json'}")
+    assert where.endswith(f"M parameters, is in {output}; its figures are in {output / 'results.json'}")
+    assert last == f'to write with it: txl-generate {output} --prompt "…"'
 
 
 @pytest.mark.parametrize("package", ["datasets", "yaml"])

@@ -255,13 +255,13 @@ class TransfoXLTrainer(Trainer):
             )
         self._resumed_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         self._run = None
-        model = self.accelerator.unwrap_model(self.model)
-        regularized = self._regularizer is not None
-        if not self._compiled and should_compile_layers(self.args, self.accelerator.device, model, regularized):
-            compile_layers(model)
-            self._compiled = True
         if self.model_init is None:
             check_special_tokens(self.model.config, self.processing_class)
+            model = self.accelerator.unwrap_model(self.model)
+            regularized = self._regularizer is not None
+            if not self._compiled and should_compile_layers(self.args, self.accelerator.device, model, regularized):
+                compile_layers(model)
+                self._compiled = True
         # Datasets that cannot be evaluated are refused before hours of training.
         for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
             if dataset is not None and not callable(dataset):
