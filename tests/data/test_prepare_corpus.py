@@ -435,16 +435,20 @@ def test_lines_of_two_files_are_two(tmp_path, mode):
     assert information["splits"]["train"]["characters"] == len("one\nlast\nfirst\ntwo")
 
 
-def test_linked_folders_are_read(tmp_path):
+def test_linked_folders_are_read_and_links_that_lead_nowhere_named(tmp_path):
     """Half of a text was left out, and nothing said."""
     folder, store = tmp_path / "input", tmp_path / "store"
-    store.mkdir()
+    (store / "more").mkdir(parents=True)
     folder.mkdir()
     (folder / "a.txt").write_text("one two\n" * 40)
-    (store / "b.txt").write_text("three four\n" * 40)
-    (folder / "books").symlink_to(store)
+    (store / "more" / "b.txt").write_text("three four\n" * 40)
+    (store / "more" / "back").symlink_to(store)
+    (folder / "books").symlink_to(store / "more")
     _, _, information = load(prepare(tmp_path, "text", "--input", folder, "--mode", "whitespace"))
     assert information["files"] == {"train": ["a.txt", "books/b.txt"]} and information["vocab_size"] == 3 + 4
+    (folder / "c.txt").symlink_to(store / "gone.txt")
+    with pytest.raises(SystemExit, match="c.txt is a link that leads nowhere"):
+        prepare_corpus.main(["--corpus", "text", "--input", str(folder), "--output", str(tmp_path / "another")])
 
 
 @pytest.mark.parametrize("packed", ["tar", "TGZ", "tar.xz", "ZIP"])

@@ -5,6 +5,7 @@ import dataclasses
 import glob
 import gzip
 import lzma
+import os
 import re
 import shutil
 import sys
@@ -203,9 +204,28 @@ def some_names(folder: Path) -> str:
 
 
 def files_below(folder: Path, pattern: str = "*") -> list[Path]:
-    """The files of a folder, however nested, but for hidden ones and those that macOS adds to an archive."""
-    found = (folder / name for name in glob.glob(f"**/{pattern}", root_dir=folder, recursive=True))
-    return sorted(file for file in found if file.is_file() and "__MACOSX" not in file.parts)
+    """The files of a folder, however nested, but for hidden ones and those that macOS adds to an archive.
+
+    Links to folders are gone into, each folder once.
+
+    Raises:
+        ValueError: a link leads nowhere.
+    """
+    hidden = (".", "__MACOSX")
+    found: list[Path] = []
+    seen: set[str] = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        if (place := os.path.realpath(root)) in seen:
+            folders.clear()
+            continue
+        seen.add(place)
+        folders[:] = sorted(name for name in folders if not name.startswith(hidden))
+        for file in (Path(root, name) for name in names if not name.startswith(hidden)):
+            if not file.exists():
+                raise ValueError(f"{file} is a link that leads nowhere: remove it, or bring back what it led to")
+            if file.is_file() and file.match(pattern):
+                found.append(file)
+    return sorted(found)
 
 
 def matches(folder: Path, pattern: str) -> list[Path]:
