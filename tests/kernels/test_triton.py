@@ -564,9 +564,11 @@ def test_operator_keeps_its_promises_to_pytorch():
     tensors, key_mask, _ = draw((2, 2, 6, 3, 8), masked=True)
     inputs = [tensor.to(DEVICE, torch.float32).requires_grad_() for tensor in tensors.values()]
     first_key = begin_documents((2, 2, 6, 3, 8), 0.3).int()
-    torch.library.opcheck(kernels.relative_attention_op, (*inputs, key_mask, first_key, None, 5, 0.3, 0.0))
+    torch.library.opcheck(kernels.relative_attention_op, (*inputs, key_mask, first_key, None, 5, 0.3, 0.0, None))
     apart = [tensor.detach().mT.contiguous().mT.requires_grad_() for tensor in inputs[:3]]
-    torch.library.opcheck(kernels.relative_attention_op, (*apart, *inputs[3:], key_mask, first_key, None, 5, 0.3, 0.0))
+    torch.library.opcheck(
+        kernels.relative_attention_op, (*apart, *inputs[3:], key_mask, first_key, None, 5, 0.3, 0.0, None)
+    )
     seed = torch.tensor([1], device=DEVICE)
     torch.library.opcheck(kernels.dropout_bits_op, (seed, first_key, (2, 2, 6, 9), 5, 0.3))
 
