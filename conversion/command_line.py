@@ -102,7 +102,9 @@ def convert(arguments: argparse.Namespace) -> None:
     check_paths(arguments.output, arguments.checkpoint, family)
     checkpoint = family.read(arguments.checkpoint, arguments.corpus)
     config = None
-    if checkpoint.tensors:
+    if not checkpoint.tensors:
+        check_vocabulary_alone(arguments)
+    else:
         config = build_config(checkpoint, arguments)
         check_complete(checkpoint.tensors, config, checkpoint.head)
         print_settings(config, checkpoint)
@@ -127,6 +129,16 @@ def check_paths(output: Path, checkpoint: Path, family: Family) -> None:
     # TensorFlow's are named by what their files begin with.
     if not checkpoint.exists() and not any(checkpoint.parent.glob(f"{glob.escape(checkpoint.name)}.*")):
         raise ConversionError(f"{checkpoint} does not exist; {family.expected}")
+
+
+def check_vocabulary_alone(arguments: argparse.Namespace) -> None:
+    """Raise ConversionError for options of a model where there is a vocabulary and no weights."""
+    for name in ("corpus", *OPTIONS):
+        if getattr(arguments, name) is not None:
+            raise ConversionError(
+                f"--{name.replace('_', '-')} is for a model, and {arguments.checkpoint} holds a vocabulary alone: "
+                "give the file or folder of the weights with --checkpoint"
+            )
 
 
 def build_config(checkpoint: Checkpoint, arguments: argparse.Namespace) -> TransfoXLConfig:
@@ -210,11 +222,18 @@ def write_model(
 def write_tokenizer(folder: Path, checkpoint: Checkpoint, arguments: argparse.Namespace) -> bool:
     """Write the tokenizer's files to `folder` if there is a vocabulary; return whether there is."""
     vocabulary, mode = checkpoint.vocabulary, arguments.tokenizer_mode
-    if vocabulary is None and mode is not None:
-        raise ConversionError(
-            f"--tokenizer-mode {mode} is for a vocabulary, as --corpus gives one; there is none here"
-        )
-    if vocabulary is not None:
+    if vocabulary is None and checkpoint.tokenizer is None:
+        # These folders hold their own, and take no other.
+        remedy = "" if arguments.family == "transformers" else ": give it with --corpus"
+        if mode is not None:
+            raise ConversionError(f"--tokenizer-mode {mode} is for a vocabulary, and there is none at hand{remedy}")
+        print(f"no tokenizer: no vocabulary at hand{remedy}")
+        return False
+    if vocabulary is None:
+        if mode is not None:
+            raise ConversionError("--tokenizer-mode is for a vocabulary; this folder's tokenizer has its own mode")
+        tokenizer = TransfoXLTokenizer.from_pretrained(checkpoint.tokenizer)
+    else:
         tokenizer = TransfoXLTokenizer.from_symbols(
             vocabulary.symbols,
             mode=mode or vocabulary.mode,
@@ -222,11 +241,6 @@ def write_tokenizer(folder: Path, checkpoint: Checkpoint, arguments: argparse.Na
             unk_token=vocabulary.unk_token,
             eos_token=vocabulary.eos_token,
         )
-    elif checkpoint.tokenizer is not None:
-        tokenizer = TransfoXLTokenizer.from_pretrained(checkpoint.tokenizer)
-    else:
-        print("no tokenizer: no vocabulary at hand (--corpus)")
-        return False
     tokenizer.save_pretrained(folder)
     return True
 

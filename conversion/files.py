@@ -8,6 +8,9 @@ from txl_hf.legacy.unpickle import StandIn, shown
 from .layout import ConversionError, Source
 from .torch_file import StoredTensor
 
+# How compressed files begin.
+PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+
 
 def find_file(path: Path, names: tuple, expected: str) -> Path:
     """Return `path`, or the first of the file `names` in it where it is a folder.
@@ -15,6 +18,10 @@ def find_file(path: Path, names: tuple, expected: str) -> Path:
     Raises ConversionError, with what was found and `expected`, where there is none.
     """
     if path.is_file():
+        with path.open("rb") as file:
+            head = file.read(512)
+        if head.startswith(PACKED) or head[257:262] == b"ustar":
+            raise ConversionError(f"{path} is a packed file; unpack it first: {expected}")
         return path
     if not path.exists():
         raise ConversionError(f"{path} does not exist; {expected}")

@@ -22,6 +22,7 @@ import torch
 TABLE_MAGIC = 0xDB4775248B80FB57
 FOOTER_SIZE = 48
 BLOCK_TRAILER_SIZE = 5  # one byte of compression type, four of checksum
+LITTLE_ENDIAN = 0  # BundleHeaderProto.Endianness
 
 # tensorflow/core/framework/types.proto
 DTYPES = {
@@ -65,12 +66,15 @@ class TensorBundle:
         index = self.prefix.with_name(f"{self.prefix.name}.index").read_bytes()
         try:
             table = dict(_read_table(index))
-            self.shards = _number(_fields(table.pop(b"")), 1)
+            header = _fields(table.pop(b""))
+            self.shards = _number(header, 1)
             self.entries = {name.decode(): _entry(value) for name, value in table.items()}
         except TensorBundleError as error:
             raise TensorBundleError(f"{self.prefix.name}.index: {error}") from None
         except (IndexError, KeyError, ValueError, TypeError, struct.error) as error:
             raise TensorBundleError(f"{self.prefix.name}.index is damaged ({type(error).__name__}: {error})") from None
+        if _number(header, 2) != LITTLE_ENDIAN:
+            raise TensorBundleError(f"{self.prefix.name}.index was written on a big-endian machine")
 
     def read(self, name: str) -> torch.Tensor:
         """Return variable `name` as a tensor, after checking its size and checksum."""

@@ -42,8 +42,10 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     folder = Path(checkpoint)
     if corpus is not None:
         raise ConversionError("--corpus is for the other families: a transformers folder holds its own vocabulary")
+    if folder.is_file():
+        raise ConversionError(f"{folder} is a file; {EXPECTED}")
     if not folder.is_dir():
-        raise ConversionError(f"{folder} is no folder; {EXPECTED}")
+        raise ConversionError(f"{folder} does not exist; {EXPECTED}")
     tokenizer_files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     files = _weights(folder)
     if tokenizer_files and not files and not (folder / "config.json").is_file():
@@ -118,22 +120,28 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def _sources(path: Path) -> list[Source]:
-    if path.suffix != ".safetensors":
-        # The storages of another file have the same keys.
-        sources = state_dict_sources(torch_file.load(path), path)
-        return [replace(source, place=(path, source.place)) for source in sources]
+    return _safetensors_sources(path) if path.suffix == ".safetensors" else _pickled_sources(path)
 
-    def read(name: str) -> torch.Tensor:
-        # Opened anew for each: the pages of a mapping that stays open count as memory.
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor(name)
 
+def _safetensors_sources(path: Path) -> list[Source]:
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     except SafetensorError as error:
         raise ConversionError(f"{path} is no safetensors file: {error}") from None
-    return [Source(name, shape, functools.partial(read, name)) for name, shape in shapes.items()]
+    return [Source(name, shape, functools.partial(_read_safetensor, path, name)) for name, shape in shapes.items()]
+
+
+def _read_safetensor(path: Path, name: str) -> torch.Tensor:
+    # Opened anew for each: the pages of a mapping that stays open count as memory.
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def _pickled_sources(path: Path) -> list[Source]:
+    # The storages of another file have the same keys.
+    sources = state_dict_sources(torch_file.load(path), path)
+    return [replace(source, place=(path, source.place)) for source in sources]
 
 
 FAMILY = Family("transformers", EXPECTED, read)

@@ -534,10 +534,27 @@ def refusal(capfd, tmp_path, family, checkpoint, *options):
     return lines[0]
 
 
+@pytest.mark.parametrize(
+    "options", [("--corpus", "nowhere"), ("--mem-len", "5"), ("--clamp-len", "9"), ("--same-length",)]
+)
+def test_a_vocabulary_alone_has_no_use_for_options_of_a_model(tmp_path, capfd, monkeypatch, options):
+    """Whoever gives them has named the wrong folder."""
+    write_corpus(tmp_path / "data" / "cache.pt", monkeypatch, ["<eos>", "a"], "wt103")
+    line = refusal(capfd, tmp_path, "kimiyoung-pytorch", tmp_path / "data", *options)
+    assert f"{options[0]} is for a model, and {tmp_path / 'data'} holds a vocabulary alone" in line
+    arguments = ["--from", "kimiyoung-pytorch", "--checkpoint", tmp_path / "data", "--output", tmp_path / "out"]
+    assert command_line.main([str(argument) for argument in arguments]) == 0
+    assert "a tokenizer: there was a vocabulary alone, and no model" in capfd.readouterr().out
+
+
 def test_a_mode_without_a_vocabulary_is_refused(tmp_path, capfd, monkeypatch):
     write_module(tmp_path / "model.pt", monkeypatch, n_token=5)
     line = refusal(capfd, tmp_path, "kimiyoung-pytorch", tmp_path / "model.pt", "--tokenizer-mode", "bytes")
-    assert "--tokenizer-mode bytes is for a vocabulary, as --corpus gives one; there is none here" in line
+    assert "--tokenizer-mode bytes is for a vocabulary, and there is none at hand: give it with --corpus" in line
+    config = TransfoXLConfig(vocab_size=9, cutoffs=[], div_val=1, d_model=8, d_embed=8, n_head=2, d_head=4, n_layer=1)
+    TransfoXLForCausalLM(config).save_pretrained(tmp_path / "model")
+    line = refusal(capfd, tmp_path, "transformers", tmp_path / "model", "--tokenizer-mode", "moses")
+    assert line.endswith("--tokenizer-mode moses is for a vocabulary, and there is none at hand")
 
 
 @pytest.mark.parametrize("family", command_line.FAMILIES)
@@ -563,11 +580,12 @@ def test_refuses_a_folder_of_shards(family, tmp_path, capfd):
         (b"", "is empty"),
         (b"version https://git-lfs.github.com/spec/v1\n", "cannot be read as a pickle"),
         (b"\x89HDF\r\n\x1a\n" + bytes(99), "cannot be read as a pickle"),
-        (b"\x1f\x8b\x08" + bytes(99), "cannot be read as a pickle"),
+        (b"\x1f\x8b\x08" + bytes(99), "is a packed file; unpack it first: expected"),
+        (b"model.pt".ljust(257, b"\0") + b"ustar" + bytes(250), "is a packed file; unpack it first: expected"),
         (b"PK\x05\x06" + bytes(18), "cannot be read as a pickle"),
         (b"\x10\x00\x00\x00\x00\x00\x00\x00{}              ", "cannot be read as a pickle"),
     ],
-    ids=["empty", "lfs", "hdf5", "gzip", "empty zip", "safetensors"],
+    ids=["empty", "lfs", "hdf5", "gzip", "tar", "empty zip", "safetensors"],
 )
 def test_refuses_other_file_types(family, content, found, tmp_path, capfd):
     (tmp_path / "model.pt").write_bytes(content)

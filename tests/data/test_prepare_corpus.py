@@ -15,6 +15,7 @@ import zipfile
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
@@ -25,7 +26,7 @@ import prepare_corpus
 from goldens import golden
 from scripts import run_script, start_script
 from txl_hf import TokenStream, TransfoXLTokenizer
-from txl_hf.data.corpora import split_of
+from txl_hf.data.corpora import count_batch, split_of
 from txl_hf.data.texts import read_prepared, read_raw
 
 SHARED = Path(__file__).parents[3] / "shared"
@@ -315,6 +316,16 @@ def test_no_name_is_taken_for_a_pattern(tmp_path, name):
         assert len(tokens["train"]) == 36 * 4
 
 
+def test_an_output_that_could_not_be_read_again_is_refused(tmp_path):
+    folder = write(tmp_path / "input", "{}.txt")
+    with pytest.raises(SystemExit, match="chain of file systems"):
+        prepare_corpus.main(["--corpus", "text", "--input", str(folder), "--output", str(tmp_path / "a::b" / "c")])
+    assert not (tmp_path / "a::b").exists()
+    brackets = tmp_path / "data [2]"
+    brackets.mkdir()
+    load(prepare(brackets, "text", "--input", folder))
+
+
 WITHOUT = """
 import sys
 for name in sys.argv.pop(1).split(","):
@@ -335,10 +346,17 @@ def test_what_is_not_installed_is_said_and_help_needs_nothing(tmp_path):
     assert 'is not installed: pip install "txl-hf[train]"' in refused.stderr
 
 
-def test_a_program_that_prepares_keeps_its_handlers(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
+def test_a_log_has_no_progress_bars(tmp_path):
+    folder = write(tmp_path / "input", "{}.txt", dict.fromkeys(LINES, LINES["train"]))
+    command = [prepare_corpus.__file__, "--corpus", "text", "--num_proc", "1"]
+    run = run_script(*command, "--input", folder, "--output", tmp_path / "output")
+    assert (run.returncode, run.stderr) == (0, "") and "holds text with a vocabulary of" in run.stdout
+
+
+def test_a_program_that_prepares_keeps_its_bars_and_handlers(tmp_path):
+    before = datasets.are_progress_bars_disabled(), signal.getsignal(signal.SIGTERM)
     prepare(tmp_path, "text", "--input", write(tmp_path / "input", "{}.txt"))
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert (datasets.are_progress_bars_disabled(), signal.getsignal(signal.SIGTERM)) == before
 
 
 def test_hyphens_stand_for_underscores(tmp_path):
@@ -480,6 +498,16 @@ def test_zero_bytes_are_no_text(tmp_path):
         read_raw(tmp_path / "input.txt", tokenizer)
     tokens, _, _ = load(prepare(tmp_path, "text", "--input", tmp_path / "input.txt", "--mode", "bytes"))
     assert sum(map(len, tokens.values())) == 60 * 12
+
+
+def test_a_folder_whose_name_is_a_pattern_to_datasets_is_explained(tmp_path):
+    folder = tmp_path / "a text [v2]"
+    folder.mkdir()
+    for split in SPLITS:
+        (folder / f"{split}.jsonl").write_text('{"text": "a b c"}')
+    options = ["--corpus", "text", "--dataset", str(folder), "--output", str(tmp_path / "output")]
+    with pytest.raises(SystemExit, match="takes brackets, asterisks and question marks in a folder's name for pat"):
+        prepare_corpus.main(options)
 
 
 def test_a_folder_is_named_that_is_given_as_the_present_one(tmp_path, monkeypatch):
@@ -880,12 +908,18 @@ def test_records_are_no_plain_text_and_the_command_that_reads_them_does(tmp_path
     else:
         file.write_text(RECORDS[kind])
     for given in (file, folder):
-        cure = re.escape("holds records, not plain text") + ".*" + re.escape(f"give --dataset {file} --column NAME")
+        cure = re.escape("holds records, not plain text") + ".*" + re.escape(f"give --dataset {given} --column NAME")
         with pytest.raises(SystemExit, match=cure):
             prepare(tmp_path, "text", "--input", given)
     tokens, tokenizer, information = load(prepare(tmp_path, "text", "--dataset", file, "--column", "body"))
     assert information["source"] == str(file) and not {"body", '{"body":', "label"} & set(tokenizer.symbols)
     assert sum(map(len, tokens.values())) == sum(len(row.split()) + 1 for row in ROWS)
+
+
+def test_html_is_no_plain_text(tmp_path):
+    (tmp_path / "book.html").write_text("<p>It was the Wolf.</p>\n" * 40)
+    with pytest.raises(SystemExit, match=r"book.html is HTML, .*pandoc --to plain .*--output book.txt"):
+        prepare(tmp_path, "text", "--input", tmp_path / "book.html")
 
 
 @pytest.mark.parametrize("end", ["gz", "bz2", "xz"])
@@ -975,3 +1009,8 @@ def test_the_vocabulary_of_the_original(tmp_path):
     assert tokenizer.symbols == expected["idx2sym"]
     assert len(tokens["train"]) == expected["train_tokens"]
     assert np.array_equal(tokens["train"][:200], expected["train_first_200"])
+
+
+def test_lines_without_ends_are_counted_apart():
+    """Rows of a data set have none; joined, the words at their ends would be one."""
+    assert count_batch(["a b", "c d"]) == {"words": [4], "characters": [6], "bytes": [6]}

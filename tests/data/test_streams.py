@@ -402,7 +402,7 @@ def test_an_item_of_a_long_column_costs_what_it_costs_of_a_short_one():
 
 @pytest.mark.parametrize(
     "token_ids",
-    [[1, 2.7, 3], [1, "2", 3], [1, float("nan"), 3], [1, None, 3], [[1], [2], [3]]],
+    [[1, 2.7, 3], [1, "2", 3], [1, float("nan"), 3], [1, None, 3], [1, True, 3], [1, [2], 3], [[1], [2], [3]]],
     ids=str,
 )
 def test_a_list_with_anything_but_integers_is_refused(token_ids):
@@ -588,8 +588,8 @@ def test_a_loader_is_asked_for_its_first_batches_alone(accumulation_steps):
     assert len(asked) == 256
 
 
-@pytest.mark.parametrize(("ends", "places"), [([0, 5, 9], "0 to 9"), ([3, 5, 21], "3 to 21"), ([21], "21 to 21")])
-def test_ends_of_documents_outside_the_text_are_named(ends, places):
-    with pytest.raises(ValueError, match=f"document_end goes from {places}, .* at 1 to 20 in this text"):
+@pytest.mark.parametrize(("ends", "place"), [([0, 5, 9], 0), ([3, 5, 21], 21), ([21], 21)])
+def test_ends_of_documents_outside_the_text_are_named(ends, place):
+    with pytest.raises(ValueError, match=f"document_end holds {place}, .* at 1 to 20 in this text"):
         TokenStream(list(range(20)), 4, 2, document_end=ends)
     TokenStream(list(range(20)), 4, 2, document_end=[1, 5, 20])

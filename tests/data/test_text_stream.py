@@ -306,6 +306,24 @@ def test_texts_that_were_read_to_their_end_are_compared_too(tokenizer, loaded, s
         assert list(resumed), "what a refusal has compared is not expected again"
 
 
+@pytest.mark.parametrize("items", [1, G], ids=["within-a-step", "between-steps"])
+@pytest.mark.parametrize("loaded", [False, True], ids=["begun", "loaded"])
+def test_one_iterator_at_a_time(tokenizer, items, loaded):
+    """Its rows would go on with what another one has read."""
+    stream = TextStream(TEXTS, tokenizer, S, G)
+    state, first = stream.state_dict(), iter(stream)
+    for _ in range(items):
+        next(first)
+    if loaded:
+        stream.load_state_dict(state)
+    else:
+        next(iter(copy.copy(stream)))
+        next(first)
+        next(iter(stream))
+    with pytest.raises(RuntimeError, match="read copy.copy\\(stream\\) beside it"):
+        next(first)
+
+
 def test_workers_are_refused(tokenizer):
     """Of what one has read no checkpoint could say anything, and `datasets` shuffles otherwise in one."""
     with pytest.raises(ValueError, match="set num_workers to 0"):

@@ -469,7 +469,9 @@ def test_where_one_process_diverges_none_waits_for_it(tmp_path):
         ({"learning_rate": 1.0, "epsilon": 0.0}, "epsilon=0.0 must be a finite number above 0"),
         ({"learning_rate": 1.0, "parameters": "("}, r"parameters='\(' is no regular expression"),
         ({"learning_rate": "0.01"}, "learning_rate='0.01' must be a finite number"),
-        ({"learning_rate": 1.0, "parameters": ["lora"]}, r"parameters=\['lora'\] is no regular expression"),
+        ({"learning_rate": 1.0, "parameters": ["lora"]}, r"parameters=\['lora'\] must be a regular expression"),
+        ({"learning_rate": 1.0, "statistics": 5}, "statistics are of type int: give the token ids"),
+        ({"learning_rate": 1.0, "statistics": {"a": torch.ones(1)}}, "of type dict: .*GradientStatistics.of"),
     ],
 )
 def test_bad_settings_are_named(settings, message):

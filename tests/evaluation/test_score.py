@@ -550,3 +550,11 @@ def test_a_vocabulary_that_does_not_fit_is_named(text, corpus, model, tmp_path):
 def test_a_model_of_another_kind_is_named(corpus, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     assert "is a gpt2, not a Transformer-XL" in fails("--model", tmp_path, "--data", corpus)
+
+
+@pytest.mark.parametrize("written", ["{", "{}", "[]", '{"corpus": "text", "splits": {}}'])
+def test_a_damaged_description_of_a_text_is_named(corpus, model, tmp_path, written):
+    shutil.copytree(corpus, tmp_path / "data")
+    (tmp_path / "data" / "corpus.json").write_text(written)
+    message = fails("--model", model, "--data", tmp_path / "data")
+    assert f"{tmp_path / 'data' / 'corpus.json'} is damaged (" in message and "prepare the text again" in message

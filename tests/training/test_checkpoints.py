@@ -134,7 +134,7 @@ def sign(checkpoint: Path):
     run = json.loads((checkpoint / MANIFEST_NAME).read_text())["run"]
     files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST_NAME]
     described = {path.relative_to(checkpoint).as_posix(): checkpoints._describe(path) for path in files}
-    (checkpoint / MANIFEST_NAME).write_text(json.dumps({"run": run, "files": described}))
+    checkpoints._write_manifest(checkpoint, run, described)
 
 
 # --- nothing runs ----------------------------------------------------------------------------------------------------
@@ -356,6 +356,13 @@ def test_a_manifest_of_another_kind_is_named(run, warnings, manifest):
     (run.output / "checkpoint-4" / MANIFEST_NAME).write_text(manifest)
     assert last_checkpoint(run.output) == str(run.output / "checkpoint-2")
     assert MANIFEST_NAME in warnings[0]
+
+
+def test_damage_to_a_name_in_the_manifest_is_damage_to_the_manifest(run, warnings):
+    manifest = run.output / "checkpoint-4" / MANIFEST_NAME
+    manifest.write_text(manifest.read_text().replace("model.safetensors", "modem.safetensors"))
+    assert last_checkpoint(run.output) == str(run.output / "checkpoint-2")
+    assert f"({MANIFEST_NAME} is not what was written)" in warnings[0]
 
 
 def test_a_memory_that_another_program_wrote_is_named(run, warnings):

@@ -99,8 +99,8 @@ def test_streams_that_begin_within_a_document():
 BAD = {
     "a token beyond the vocabulary": ({"document_end": 61}, {}, r"document_end=61 .*\[0, 61\)"),
     "a negative token": ({"document_end": -1}, {}, "document_end=-1 is no token id"),
-    "places beyond the text": ({"document_end": [5, 93]}, {}, "document_end goes from 5 to 93, .* 1 to 92 "),
-    "a document before the text": ({"document_end": [0, 5]}, {}, "document_end goes from 0 to 5"),
+    "places beyond the text": ({"document_end": [5, 93]}, {}, "document_end holds 93.* 1 to 92 "),
+    "a document before the text": ({"document_end": [0, 5]}, {}, "document_end holds 0"),
     "places that go back": ({"document_end": [5, 3]}, {}, "ascend"),
     "zeros before each document": ({"document_end": END}, {"initial_memory": "zeros"}, "initial_memory='zeros'"),
     "positions of the segment": ({"document_end": END}, {"attn_type": 2, "mem_len": 0}, "attn_type=2"),

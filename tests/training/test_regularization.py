@@ -523,3 +523,24 @@ def test_locked_dropout_in_numbers():
     assert dropped.mean() == pytest.approx(1, abs=0.03) and (dropped == 0).float().mean() == pytest.approx(
         0.3, abs=0.02
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"resets": torch.zeros(2, 3, dtype=torch.bool)}, "resets"),
+        ({"resets": torch.zeros(2, 8, dtype=torch.long)}, "resets"),
+        ({"attention_mask": [[1] * 8] * 2}, "attention_mask"),
+        ({"position_ids": [list(range(8))] * 2}, "position_ids"),
+        ({"input_ids": torch.arange(8)}, "input_ids"),
+    ],
+    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_is_refused_as_without_dropout(make_model, make_ids, given, message):
+    model, inputs = make_model(initial_memory="empty").train(), {"input_ids": make_ids(2, 8)} | given
+    with pytest.raises(ValueError, match=message) as plain:
+        model(**inputs)
+    regularize(model, RegularizationArguments(word_dropout=0.5))
+    with pytest.raises(ValueError) as dropped:
+        model(**inputs)
+    assert str(dropped.value) == str(plain.value)

@@ -1535,3 +1535,67 @@ def test_the_commands_that_a_user_types(tmp_path):
     wrong = python("train_lm.py", recipe, "--data", "data", "--output", "output")
     assert wrong.returncode != 0
     assert wrong.stderr == "error: --output output is in use: go on with --resume, or remove it\n"
+
+
+@pytest.mark.parametrize("name", ["best.json", "results.json"])
+def test_a_damaged_record_is_named_and_nothing_changed(tmp_path, corpus, capsys, name):
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_steps=4)
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output"]
+    train(*argv)
+    (tmp_path / "output" / name).write_text("{")
+    before = {
+        path.name: path.read_bytes() for path in (tmp_path / "output").iterdir() if path.suffix in (".json", ".yaml")
+    }
+    said = refused(capsys, *argv, "--resume", *(["--max_steps", "6"] if name == "best.json" else []))
+    assert f"{tmp_path / 'output' / name} is damaged" in said and "remove it" in said
+    after = {
+        path.name: path.read_bytes() for path in (tmp_path / "output").iterdir() if path.suffix in (".json", ".yaml")
+    }
+    assert after == before
+    (tmp_path / "output" / name).unlink()
+    train(*argv, "--resume")
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "message"),
+    [
+        ("corpus.json", "{", "corpus.json is damaged (JSONDecodeError: "),
+        ("corpus.json", "[1]", "corpus.json is damaged (AttributeError: "),
+        (
+            "corpus.json",
+            '{"document_end": "x"}',
+            "corpus.json is damaged (ValueError: document_end is 'x', which is no",
+        ),
+        (
+            "corpus.json",
+            '{"document_end": 100000}',
+            "document_end is 100000, which is no token): prepare the text again",
+        ),
+        ("dataset_dict.json", "{", "data is damaged (JSONDecodeError: "),
+        ("train/state.json", "{}", "data is damaged (KeyError: '_data_files'): prepare the text again"),
+        ("train/data-00000-of-00001.arrow", None, "data is damaged (Expected to be able to read "),
+    ],
+)
+def test_a_damaged_text_is_named(tmp_path, capsys, corpus, recipe, name, written, message):
+    data = shutil.copytree(corpus, tmp_path / "data")
+    if written is None:
+        os.truncate(data / name, 500)
+    else:
+        (data / name).write_text(written)
+    assert message in refused(capsys, recipe, "--data", data, "--output", tmp_path / "output")
+
+
+DAMAGED = [pytest.param(text, marks=pytest.mark.slow) for text in ("", "[]", '{"step": "x"}', "\0" * 60)]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGED, '{"step": 4, "validation_loss": 2.5}'], ids=repr)
+def test_what_is_said_of_the_best_model_may_be_damaged(tmp_path, capsys, corpus, damage):
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", n_layer=1, eval_steps=2, lr_scheduler_type="constant_with_warmup")
+    argv = [recipe, "--data", corpus, "--output", output, "--resume", "--max_steps"]
+    train(*argv, "4")
+    (output / "best.json").write_text(damage)
+    assert "best.json is damaged" in (message := refused(capsys, *argv, "6")) and "remove it" in message
+    (output / "best.json").unlink()
+    train(*argv, "6")
+    check_best(output, 6)

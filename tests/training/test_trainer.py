@@ -882,16 +882,6 @@ def test_an_evaluation_of_sequences_is_the_mean_over_those_that_have_a_label(tmp
     assert not [name for logs in (metrics, *history) for name in logs if "perplexity" in name]
 
 
-def test_a_search_is_for_the_loss(tmp_path, monkeypatch):
-    """Trainer's own objective would add up the figures that an evaluation gains."""
-    monkeypatch.setattr(Trainer, "hyperparameter_search", lambda self, space, objective, trials: (objective, trials))
-    trainer = make_trainer(tmp_path, trainer={"eval_dataset": TokenStream(make_text(81), 5, 4)})
-    found, trials = trainer.hyperparameter_search(None, None, 7)
-    metrics = trainer.evaluate()
-    assert {"eval_tokens", "eval_perplexity"} <= metrics.keys() and found(metrics) == metrics["eval_loss"]
-    assert trials == 7 and trainer.hyperparameter_search(None, len, 7) == (len, 7)
-
-
 @pytest.mark.parametrize("model_changes", [{}, {"output_logits": True}], ids=["default", "output_logits"])
 def test_predictions_are_logits_alone(tmp_path, model_changes):
     """Also those of a model with cutoffs, which with labels computes none unless it is asked to."""
@@ -1621,3 +1611,24 @@ def test_a_sharded_model_is_saved_as_what_it_is(tmp_path):
     held_out = UnevenStream(make_text(201, seed=1), 5, 4, keep_remainder=True)
     [then] = [line[2] for line in read_losses(tmp_path) if line[:2] == ["eval_loss", 7]]
     assert make_trainer(tmp_path, model=model).evaluate(held_out)["eval_loss"] == pytest.approx(then, rel=1e-5)
+
+
+def test_a_search_is_for_the_loss_or_the_metrics_of_the_user(tmp_path, monkeypatch):
+    """Figures that an evaluation gains would be added up in its place, and of a classifier they are never others."""
+    monkeypatch.setattr(Trainer, "hyperparameter_search", lambda self, space, objective, trials: (objective, trials))
+
+    def objective(**options):
+        options["eval_dataset"] = TokenStream(make_text(81), 5, 4)
+        trainer = make_trainer(tmp_path, max_steps=1, trainer=options)
+        found, trials = trainer.hyperparameter_search(None, None, 7)
+        assert trials == 7
+        # As in a trial: before it has trained, it says how long a model takes to be prepared, too.
+        trainer.train()
+        return trainer, found
+
+    trainer, found = objective()
+    metrics = trainer.evaluate()
+    assert {"eval_tokens", "eval_perplexity"} <= metrics.keys() and found(metrics) == metrics["eval_loss"]
+    trainer, found = objective(compute_metrics=lambda prediction: {"accuracy": 0.25, "bad_tokens": 3.0})
+    assert found(trainer.evaluate()) == 3.25
+    assert trainer.hyperparameter_search(None, len, 7) == (len, 7)

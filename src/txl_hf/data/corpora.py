@@ -12,7 +12,7 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,11 +151,16 @@ def own_text(folder: Path, path: Path) -> Source:
     """
     everything = matches(folder, "*")
     texts = [file for file in everything if suffix_of(file) in TEXT_SUFFIXES]
-    for file in everything if not texts else []:
-        check_is_plain(file)
+    if not texts and any(suffix_of(file) in RECORDS for file in everything):
+        raise ValueError(
+            f"{path} holds records, not plain text ({some_names(folder)}): give --dataset {path} --column NAME in "
+            "place of --input, NAME being what the texts are called"
+        )
     texts = texts or (everything if len(everything) == 1 else [])
     if not texts:
         raise ValueError(f"{path} has no text, a file that ends in {', '.join(TEXT_SUFFIXES)}; {some_names(folder)}")
+    for file in texts:
+        check_is_plain(file)
     found: dict[str | None, list[Path]] = {}
     for file in texts:
         found.setdefault(split_of(file, folder), []).append(file)
@@ -178,11 +183,17 @@ def suffix_of(file: Path) -> str:
 
 
 def check_is_plain(file: Path) -> None:
-    """Refuse a file of records, with the option that reads it."""
+    """Refuse a file whose name says that it is no plain text, with the command that reads it."""
+    as_it_is = "rename it to end in .txt to read it as it is"
     if suffix_of(file) in RECORDS:
         raise ValueError(
             f"{file} holds records, not plain text: give --dataset {file} --column NAME in place of --input, NAME "
-            "being what the texts are called"
+            f"being what the texts are called; or {as_it_is}"
+        )
+    if suffix_of(file) in (".html", ".htm", ".xhtml"):
+        raise ValueError(
+            f"{file} is HTML, not plain text: give what `pandoc --to plain --wrap none {file} --output "
+            f"{file.stem}.txt` writes; or {as_it_is}"
         )
 
 
@@ -309,12 +320,11 @@ def read_lines(paths: list[Path], mode: str | None, scratch: Path, split: str) -
     with pa.OSFile(str(arrow), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for path in paths:
             try:
-                with open_lines(decompressed(path, scratch), mode) as file:
-                    while lines := file.readlines(1 << 20):
-                        check_is_text(path, lines, mode)
-                        if path != paths[-1] and not lines[-1].endswith("\n"):
-                            lines[-1] += "\n"  # Or it would be one line with the next file's first.
-                        writer.write_batch(pa.record_batch([pa.array(lines, pa.string())], schema))
+                for lines in _batches(decompressed(path, scratch), mode):
+                    check_is_text(path, lines, mode)
+                    if path != paths[-1] and not lines[-1].endswith("\n"):
+                        lines[-1] += "\n"  # Or it would be one line with the next file's first.
+                    writer.write_batch(pa.record_batch([pa.array(lines, pa.string())], schema))
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} is not UTF-8 text: {error}") from None
     return Dataset.from_file(str(arrow))
@@ -324,6 +334,12 @@ def check_is_text(path: Path, lines: Iterable[str], mode: str | None) -> None:
     """Refuse lines of a file that is valid UTF-8 by chance. In mode `"bytes"` any byte is a symbol."""
     if mode != "bytes" and any("\0" in line for line in lines):
         raise ValueError(f"{path} is no text: it has zero bytes, as archives and UTF-16 without its mark do")
+
+
+def _batches(path: Path, mode: str | None) -> Iterator[list[str]]:
+    with open_lines(path, mode) as file:
+        while lines := file.readlines(1 << 20):
+            yield lines
 
 
 def read_rows(
@@ -376,17 +392,24 @@ def load_rows(name: str, config: str | None) -> dict[str, "Dataset"]:
             return datasets.load_dataset(kind, data_files=glob.escape(name), **options)
         return datasets.load_dataset(name, config)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        raise ValueError(f"the data set {name} does not load: {error}") from None
+        reason = ""
+        if file.is_dir() and glob.has_magic(name):
+            reason = (
+                "; datasets takes brackets, asterisks and question marks in a folder's name for patterns: rename it"
+            )
+        raise ValueError(f"the data set {name} does not load: {error}{reason}") from None
 
 
 def choose_splits(name: str, found: list[str], convention: Convention) -> dict[str, str]:
     """Which split of a data set is which of ours: that of its exact name, or else the one whose name's words tell."""
-    told: dict[str | None, list[str]] = {split: [split] for split in SPLITS if split in found}
-    exact = set(told)
-    for its_name in (each for each in found if each not in exact):
+    told: dict[str | None, list[str]] = {}
+    exact = set(found) & set(SPLITS)
+    for its_name in found:
+        split = its_name if its_name in exact else None
         # Where each has its exact name, words do not count: those of `dev_test` tell of two.
-        split = split_of(Path(its_name), Path()) if len(exact) < len(SPLITS) else None
-        told.setdefault(None if split in exact else split, []).append(its_name)
+        if split is None and len(exact) < len(SPLITS) and (told_by := split_of(Path(its_name), Path())) not in exact:
+            split = told_by
+        told.setdefault(split, []).append(its_name)
     # A text that may be held out is never trained on, nor left out: one split alone is cut.
     splits = SPLITS[:1] if convention.whole is not None and set(told) == {"train"} else SPLITS
     if missing := [split for split in splits if split not in told]:
@@ -446,9 +469,11 @@ def cut(text, convention: Convention) -> dict:
 
 
 def count_batch(lines: list[str]) -> dict[str, list[int]]:
-    """Words, characters and bytes of lines."""
-    text = "".join(lines)
-    return {"words": [len(text.split())], "characters": [len(text)], "bytes": [len(text.encode())]}
+    return {
+        "words": [sum(len(line.split()) for line in lines)],
+        "characters": [sum(map(len, lines))],
+        "bytes": [sum(len(line.encode()) for line in lines)],
+    }
 
 
 def count_stream(text: bytes) -> dict[str, int]:

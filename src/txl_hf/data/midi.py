@@ -33,9 +33,13 @@ LONGEST = 100_000
 TOKENIZER_FILE = "tokenizer.json"
 # Files for which a process is started.
 FILES = 64
+# Program changes that are written into other tracks, at most: a second's work.
+MOST_JOINED = 1_000_000
 # The first bytes of a program change and of a note, of any channel but that of drums.
 PROGRAM_CHANGE = re.compile(rb"[\xc0-\xc8\xca-\xcf](?=[\x00-\x7f])")
 NOTE = re.compile(rb"[\x90-\x98\x9a-\x9f](?=[\x00-\x7f])")
+# A key of more sharps or flats than there are, which mido refuses; symusic does not.
+NO_KEY, C_MAJOR = re.compile(rb"\xff\x59\x02(?![\x00-\x07\xf9-\xff][\x00\x01])..", re.DOTALL), b"\xff\x59\x02\0\0"
 
 # How MidiTok changes a piece in silence.
 OTHER_METRE = "with a time signature that the tokenizer lacks, and passes over"
@@ -182,12 +186,9 @@ def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
         score = read_score(Path(path))
         kept, lost = preprocess(score, tokenizer)
         row |= {"fingerprint": fingerprint(score), "notes": kept.note_num(), "lost": lost}
-        # The slowest and the fastest tempo are rounded in a file, which has microseconds of a quarter note.
-        tempos = tokenizer.tempos if tokenizer.config.use_tempos else np.array([0, np.inf])
-        slowest, fastest = tempos.min() - 0.01, tempos.max() + 0.01
         remarks = {
             OTHER_METRE: tokenizer.score_has_time_signatures_not_in_vocab(score),
-            OTHER_TEMPO: not all(slowest <= tempo.qpm <= fastest for tempo in score.tempos),
+            OTHER_TEMPO: not all(has_tempo(tokenizer, tempo.qpm) for tempo in score.tempos),
             KEYLESS: tokenizer.config.use_key_signatures and not begins_in_a_key(score),
         }
         row["remarks"] = "; ".join(remark for remark, applies in remarks.items() if applies)
@@ -213,6 +214,13 @@ def preprocess(score: "Score", tokenizer: "MusicTokenizer") -> tuple["Score", in
     if kept.note_num() == 0:
         raise ValueError(f"the tokenizer has none of its {score.note_num()} note(s)")
     return kept, score.note_num() - kept.note_num()
+
+
+def has_tempo(tokenizer: "MusicTokenizer", tempo: float) -> bool:
+    """Whether quarter notes a minute lie between the slowest and the fastest of the tokenizer, or it has no tempos."""
+    tempos = tokenizer.tempos if tokenizer.config.use_tempos else np.array([tempo])
+    # The slowest and the fastest are rounded in a file, which has microseconds of a quarter note.
+    return bool(tempos.min() - 0.01 <= tempo <= tempos.max() + 0.01)
 
 
 def begins_in_a_key(score: "Score") -> bool:
@@ -267,7 +275,7 @@ def with_programs(data: bytes) -> bytes:
     import mido
 
     try:
-        file = mido.MidiFile(file=io.BytesIO(data), clip=True)
+        file = mido.MidiFile(file=io.BytesIO(NO_KEY.sub(C_MAJOR, data)), clip=True)
     except Exception as error:
         raise ValueError(
             f"the instruments of some tracks may be set in others, and it cannot be taken to pieces: {error!r}"
@@ -285,6 +293,8 @@ def with_programs(data: bytes) -> bytes:
     for i, track in enumerate(timed):
         sounding = {message.channel for message in track if message.type == "note_on"} - {DRUM_CHANNEL}
         elsewhere = [message for channel in sounding for j, message in programs[channel].values() if j != i]
+        if len(elsewhere) * len(timed) > MOST_JOINED:
+            raise ValueError(f"its {len(timed):,} tracks set each other's instruments too often to be told apart")
         # Of what begins at once, a track's own holds.
         ordered = sorted([*elsewhere, *track], key=lambda message: message.time)
         begins = [0, *(message.time for message in ordered)]

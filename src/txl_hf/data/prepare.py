@@ -16,49 +16,57 @@
 | `text8` | the file `text8`, 100,000,000 characters | letters, and `_` for a space | of all three texts |
 | `text` | one file; a file or more for each of train, valid and test; or others | `--mode` | of the training text |
 
-Symbols are numbered by frequency, after `<eos>`. lm1b's `1b_word_vocab.txt` is read if it lies beside the text;
-otherwise its vocabulary is the words that occur three times in the training text. As in the originals, its validation
-text is the test text. enwik8 and text8 in one file are cut into 90, 5 and 5 % of their bytes; their vocabularies are
-closed, with the published 204 and 27 symbols: for another symbol or tokenizer give `--corpus text`.
+Symbols are numbered by frequency, the most frequent first, after `<eos>`. lm1b comes with a vocabulary,
+`1b_word_vocab.txt`, which is read if it lies beside the text; otherwise it is the words that occur three times in the
+training text, and as in the originals the validation text is the test text. enwik8 and text8, in one file, are cut
+into 90, 5 and 5 % of their bytes; their vocabularies have the published 204 and 27 symbols, no `<eos>`, `<unk>` or
+`<pad>`, and another symbol is an error: for those, and for another tokenizer, give `--corpus text`.
 
-`--input` is a folder with these files, the archive they come in, or the one file that it is; the originals' names
-(`train.txt`, `valid.txt`, `test.txt`) will do too. Hidden files, and `__MACOSX`, are passed over.
+`--input` is a folder with these files, the archive they come in, or the one file that it is. The names that the
+originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) will do too. Hidden files and folders, and
+`__MACOSX`, are passed over.
 
 `--corpus text` reads files that end in `.txt`, `.text`, `.tokens` or `.raw`, alone or packed (`.gz`, `.bz2`, `.xz`). A
 word in their names or their folders' names says which part they are: train or training; valid, validation, val or dev;
-test. Where none has such a word, all are one text, in the order of their names, and 90, 5 and 5 % of its lines are
-taken. Characters and bytes are numbered over all three parts; lines keep their ends. With `--mode bytes` carriage
-returns and a byte-order mark are bytes like others; otherwise `\\r\\n` and `\\r` are read as `\\n`, and the mark is no
-part of the text. Its vocabulary begins with `<eos>`, `<unk>` and `<pad>`.
+test. Where none has such a word, all are one text, in the order of their names, of which 90, 5 and 5 % of the lines
+are taken. Its characters and bytes are numbered over all three parts; lines keep their ends. With `--mode bytes`
+carriage returns and a byte-order mark are bytes like others; otherwise `\\r\\n` and `\\r` are read as `\\n`, and the
+mark is no part of the text. Its vocabulary begins with `<eos>`, `<unk>` and `<pad>`.
 
 `--dataset` is a data set on the Hub, a folder of one, or a file of records (`.jsonl`, `.csv`, `.tsv`, `.parquet`), and
-`--column` the name of its texts. Its splits are named as those files are; one that has `train` alone is cut.
+`--column` the name of its texts. The words in the names of its splits say which part they are, as those of files do;
+one that has `train` alone is cut.
 
 `--corpus midi` is a folder with MIDI files, however nested, as tokens of MidiTok: REMI, or with `--tokens compound`
 compound words, each an event of several attributes. `--bpe SIZE` joins tokens that often follow one another, and
 `--tokenizer FOLDER` has another tokenizer of MidiTok. A piece goes into a split as a text does, or 5 % of the pieces
 go into validation and test each, and with it whatever has the same notes in another key. `--transpose N` adds each
 piece of the training split in the keys up to N semitones above and below in which the tokenizer has all of its notes.
-Each piece begins with BOS and ends with EOS. Files that cannot be read are named and left out.
+Each piece begins with BOS and ends with EOS. Files that cannot be read are named, counted and left out; of files with
+notes that the tokenizer lacks the number of these is printed.
 
-The folder written, complete or not at all, holds a `datasets.DatasetDict` with the splits train, validation and test
-and one column, `token_ids`, one token a row; the tokenizer, which reads line ends as the corpus does; and
-`corpus.json`, with the files of each split and its counts:
+The folder written holds a `datasets.DatasetDict` with the splits train, validation and test and one column,
+`token_ids`, one token a row; the tokenizer, which reads line ends as the corpus does; and `corpus.json`, with the
+files of each split and its counts:
 
-* `tokens`; `bytes`, as they were read;
+* `tokens`;
 * `words`: parted by white space, and one more for the end of each line, as perplexities per word are published, but
   for enwik8 and text8, whose tokens leave line feeds out;
 * `characters`, as bits per character are published for: of enwik8 bytes without line feeds, otherwise all;
-* `characters_without_token`, which the tokenizer passes over, and `characters_unknown`, which its unknown token stands
-  for;
+* `characters_without_token`, `characters_unknown`, where the tokenizer lacks some: those that it passes over, and
+  those that its unknown token stands for;
+* `bytes`, as they were read;
 * `documents`, with `--document_end`, which names the token that ends each of them. `txl-train` and `txl-evaluate` then
   read each document without what was before it.
 
     DatasetDict.load_from_disk(folder)["train"].with_format("numpy")["token_ids"]    # for TokenStream
     AutoTokenizer.from_pretrained(folder)
+
+It appears when all of it is complete, or not at all.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -123,10 +131,13 @@ def main(argv: list[str] | None = None) -> None:
     with one_line_errors(), interrupted_by_signals():
         if os.path.lexists(output):
             raise ValueError(f"{output} exists: choose another folder with --output, or remove it")
+        if "::" in str(output.absolute()):
+            raise ValueError(f"{output}: datasets takes '::' for a chain of file systems: choose another --output")
         output.parent.mkdir(parents=True, exist_ok=True)
         with (
             tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch,
             disk_errors(output),
+            no_bars_in_logs(),
         ):
             information = prepare(options, Path(scratch))
             written = Path(scratch) / "output"
@@ -138,6 +149,21 @@ def main(argv: list[str] | None = None) -> None:
     size = information["vocab_size"]
     sizes = f"{size:,}" if isinstance(size, int) else " × ".join(map(str, size))
     print(f"{output} holds {information['corpus']} with a vocabulary of {sizes}.")
+
+
+@contextlib.contextmanager
+def no_bars_in_logs() -> Iterator[None]:
+    """No progress bars of datasets where standard error is a log, in which each state of one would be a line."""
+    import datasets
+
+    silenced = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
+    if silenced:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if silenced:
+            datasets.enable_progress_bars()
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -193,6 +219,8 @@ def check_music(parser: argparse.ArgumentParser, options: argparse.Namespace):
         parser.error(f"--corpus {MIDI} needs --input, a folder of MIDI files or its archive")
     if options.tokens and options.tokenizer:
         parser.error("--tokens is for a tokenizer that is made, not for the one of --tokenizer")
+    if options.bpe is not None and options.tokens == "compound":
+        parser.error("--bpe joins tokens of --tokens remi: events of compound tokens are not joined")
     if not 0 <= (options.transpose or 0) <= 11:
         parser.error(f"--transpose {options.transpose} must be 0 to 11 semitones")
 
@@ -201,10 +229,6 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Write the corpus to scratch/output; returns what corpus.json holds."""
     if options.corpus == MIDI:
         return prepare_midi(options, scratch)
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    from datasets import Dataset
-
     convention = chosen_convention(options)
     tokenizer = None if options.tokenizer is None else text_tokenizer(options, convention)
     mode = convention.mode if tokenizer is None else getattr(tokenizer, "mode", None)
@@ -222,9 +246,7 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             raise ValueError(f"the {split} text of {source_name(options)} is empty")
     if convention.stream:
         tokenizer = tokenizer or stream_tokenizer(texts, convention)
-        # As tables: from_dict looks at every token.
-        tables = {split: pa.table({"token_ids": encode_bytes(tokenizer, text)}) for split, text in texts.items()}
-        tokens = {split: Dataset(table) for split, table in tables.items()}
+        tokens = {split: stream_tokens(text, tokenizer) for split, text in texts.items()}
     else:
         tokenizer = tokenizer or word_tokenizer(texts, convention, vocabulary)
         tokens = {
@@ -240,10 +262,10 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     document_end = None
     if options.document_end is not None:
         document_end = document_end_token(tokenizer, options.document_end)
-        for split, found in tokens.items():
-            counts[split]["documents"] = pc.sum(pc.equal(found.data.column("token_ids"), document_end)).as_py() or 0
-            if counts[split]["documents"] == 0:
+        for split, ends in count_documents(tokens, document_end).items():
+            if ends == 0:
                 raise ValueError(f"--document_end {options.document_end} is not in the {split} text")
+            counts[split]["documents"] = ends
     information = {
         "corpus": options.corpus,
         "source": source_name(options),
@@ -314,7 +336,7 @@ def midi_tokenizer(options: argparse.Namespace) -> Any:
     if options.bpe is not None:
         if tokenizer.is_trained or tokenizer.is_multi_voc:
             raise ValueError(
-                "--bpe joins tokens that are neither compound nor joined already, as those of this tokenizer are"
+                f"--tokenizer {options.tokenizer} joins tokens already, or has compound ones: leave out --bpe"
             )
         if options.bpe <= len(tokenizer):
             raise ValueError(f"--bpe {options.bpe} must be more than the {len(tokenizer)} tokens that are joined")
@@ -431,6 +453,14 @@ def count_lines(lines: "Dataset", num_proc: int) -> dict[str, int]:
     return counts
 
 
+def count_documents(tokens: dict[str, "Dataset"], document_end: int) -> dict[str, int]:
+    """How many documents each split has that are ended."""
+    import pyarrow.compute as pc
+
+    columns = {split: data.data.column("token_ids") for split, data in tokens.items()}
+    return {split: pc.sum(pc.equal(column, document_end)).as_py() or 0 for split, column in columns.items()}
+
+
 # ---- tokens -----------------------------------------------------------------------------------------------------
 
 
@@ -498,6 +528,14 @@ def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> Transfo
     if strange := re.sub("[a-z_]", "", symbols):
         raise ValueError(f"text8 is small letters and spaces, but this text has {strange[0]!r}")
     return TransfoXLTokenizer.from_symbols(symbols, mode="characters")
+
+
+def stream_tokens(text: bytes, tokenizer: TransfoXLTokenizer) -> "Dataset":
+    import pyarrow as pa
+    from datasets import Dataset
+
+    # As a table: from_dict looks at every token.
+    return Dataset(pa.table({"token_ids": encode_bytes(tokenizer, text)}))
 
 
 if __name__ == "__main__":

@@ -76,12 +76,7 @@ class TokenStream(Dataset):
         check_sizes(segment_length=segment_length, batch_size=batch_size)
         token_ids = open_tokens(token_ids)
         check_tokens(token_ids)
-        check_sizes(least=0, ext_len=ext_len)
-        if loss not in ("full", "half"):
-            raise ValueError(f"loss={loss!r} must be 'full' or 'half'")
-        if loss == "half" and ext_len not in (0, segment_length):
-            raise ValueError(f"loss='half' reads segment_length={segment_length} tokens again, not {ext_len=}")
-        ext_len = segment_length if loss == "half" else ext_len
+        ext_len = _reread(loss, segment_length, ext_len)
         segment_length, batch_size, ext_len = int(segment_length), int(batch_size), int(ext_len)
         self.token_ids = token_ids
         self.segment_length = segment_length
@@ -226,9 +221,10 @@ def check_document_end(
     if ends.ndim != 1 or (ends.size and ends.dtype.kind not in "iu") or (np.diff(ends) <= 0).any():
         raise ValueError("document_end must be a token id, or the places where documents end, integers that ascend")
     if ends.size and (ends[0] < 1 or ends[-1] > text_tokens):
+        place = ends[0] if ends[0] < 1 else ends[-1]
         raise ValueError(
-            f"document_end goes from {ends[0]} to {ends[-1]}, but documents end behind their last tokens: at 1 to "
-            f"{text_tokens} in this text"
+            f"document_end holds {place}, but documents end behind their last tokens: at 1 to {text_tokens} in this "
+            "text"
         )
     return ends.astype(np.int64)
 
@@ -256,6 +252,16 @@ def document_starts(token_ids, document_end: int | np.ndarray, start: int, stop:
     before = read_tokens(token_ids, max(0, start - 1), max(0, stop - 1)).numpy()
     starts[len(starts) - len(before) :] = before == document_end
     return torch.from_numpy(starts)
+
+
+def _reread(loss: str, segment_length: int, ext_len: int) -> int:
+    """How many tokens are read again before a segment."""
+    check_sizes(least=0, ext_len=ext_len)
+    if loss not in ("full", "half"):
+        raise ValueError(f"loss={loss!r} must be 'full' or 'half'")
+    if loss == "half" and ext_len not in (0, segment_length):
+        raise ValueError(f"loss='half' reads segment_length={segment_length} tokens again, not ext_len={ext_len}")
+    return segment_length if loss == "half" else ext_len
 
 
 def varying_ends(length: int, segment_length: int, seed: int) -> np.ndarray:
@@ -342,10 +348,7 @@ def read_tokens(token_ids, start: int, stop: int) -> Tensor:
     Raises:
         ValueError: they are not all integers.
     """
-    tokens = token_ids[start:stop]
-    tokens = np.asarray(
-        tokens.cpu() if isinstance(tokens, Tensor) else tokens, dtype=None if len(tokens) else np.int64
-    )
+    tokens = _as_array(token_ids[start:stop])
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         shape = "" if tokens.ndim == 1 else f" in {tokens.ndim} dimensions"
         raise ValueError(
@@ -428,6 +431,17 @@ def check_tokens(token_ids) -> None:
     if len(token_ids) == 0:
         raise ValueError("the text is empty: token_ids holds no token")
     read_tokens(token_ids, 0, len(token_ids) if isinstance(token_ids, list | tuple) else 1)
+
+
+def _as_array(tokens) -> np.ndarray:
+    # NumPy takes True among integers for 1, and nothing for floats.
+    if isinstance(tokens, list | tuple) and (not tokens or {bool, np.bool_} & set(map(type, tokens))):
+        return np.zeros(len(tokens), bool if tokens else np.int64)
+    try:
+        return np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens)
+    except ValueError:
+        # Sequences of different lengths.
+        return np.asarray([None])
 
 
 def check_sizes(*, least: int = 1, **sizes: int) -> None:

@@ -59,6 +59,7 @@ class TextStream(IterableDataset):
     Raises:
         ValueError: a size is out of range, `texts` can be read once only, or rows cannot be shared; while reading: a
             document is not a string, the tokenizer makes no token of those of an epoch, or they do not fill one step.
+        RuntimeError: an iterator goes on after another one has begun, or another state was loaded.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class TextStream(IterableDataset):
         self._first_epoch = 0
         self._loaded = False
         self._expected: Mapping[str, int] | None = None
+        self._readings = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -151,6 +153,8 @@ class TextStream(IterableDataset):
         if not self._loaded:
             self._begin()
         self._loaded = False
+        self._readings += 1
+        reading = self._readings
         documents = self._read_documents()
         while True:
             for row in self.rows:
@@ -161,12 +165,15 @@ class TextStream(IterableDataset):
                 return
             segments = (self._tokens[row][: self.segment_length + 1] for row in self.rows)
             items = [as_item(torch.tensor(tokens), self.segment_length) for tokens in segments]
-            yield from items[:-1]
+            for item in items[:-1]:
+                yield item
+                self._check_reading(reading)
             # The state after the last item of a step is that of the whole step.
             for row in self.rows:
                 self._tokens[row] = self._tokens[row][self.segment_length :]
             self.step += 1
             yield items[-1]
+            self._check_reading(reading)
 
     def _end(self) -> None:
         """Count and report what is left behind the last whole step."""
@@ -185,6 +192,13 @@ class TextStream(IterableDataset):
             logger.warning_once(
                 f"a TextStream leaves out {self.dropped_tokens:,} tokens, which are behind its {self.step:,} steps of "
                 f"{len(left)} rows of segment_length={self.segment_length}: they are read with keep_remainder=True"
+            )
+
+    def _check_reading(self, reading: int) -> None:
+        if reading != self._readings:
+            raise RuntimeError(
+                "the stream was begun again, or another state loaded, since this iterator began: read "
+                "copy.copy(stream) beside it"
             )
 
     def _fill(self, row: int, documents: Iterator[str]) -> None:
@@ -312,4 +326,5 @@ class TextStream(IterableDataset):
         self.expect(state["read"])
         self._characters = list(state["characters"])
         self._tokens = {int(row): np.asarray(ids, dtype=np.int64) for row, ids in state["rows"].items()}
+        self._readings += 1
         self._loaded = True

@@ -5,11 +5,12 @@ import json
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from io import StringIO
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +20,9 @@ from ..transfo_xl.tokenization_transfo_xl_backend import check_lines, open_lines
 from .corpora import LINES, check_is_text, count_batch, count_stream
 from .loading import ends_lines, find_tokenizer
 from .midi import EVENTS
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
 
 # In a folder of txl-prepare: the files, counts and conventions of its text.
 INFORMATION = "corpus.json"
@@ -147,24 +151,57 @@ class TokenisedText:
 def read_prepared(folder: Path, split: str) -> TokenisedText:
     if not (folder / INFORMATION).is_file():
         raise ValueError(f"{folder} has no {INFORMATION}: it is no folder of txl-prepare")
-    # Of an extra, which a text file does without.
-    from datasets import load_from_disk
-
-    information = json.loads((folder / INFORMATION).read_text(encoding="utf-8"))
-    words, characters = whole(information["splits"][split])
+    with _damage(folder / INFORMATION):
+        information = json.loads((folder / INFORMATION).read_text(encoding="utf-8"))
+        corpus, (words, characters) = information["corpus"], whole(information["splits"][split])
     tokenizer = find_tokenizer(str(folder))
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer: prepare the text again with txl-prepare")
-    dataset = load_from_disk(str(folder))[split]
+    dataset = load_splits(folder)[split]
     if EVENTS in dataset.column_names:
         raise ValueError(f"{folder} has compound tokens, which are no one text: see examples/music/compound.py")
     return TokenisedText(
         token_ids=dataset.with_format("numpy")["token_ids"],
         tokenizer=tokenizer,
-        corpus=information["corpus"],
+        corpus=corpus,
         words=words,
         characters=characters,
     )
+
+
+def load_splits(folder: Path) -> "DatasetDict":
+    """The splits of a folder as `datasets` wrote them; token ids stay on the disk.
+
+    Raises:
+        ValueError: a split has no rows, or a file is damaged.
+        FileNotFoundError: a file is not there.
+    """
+    # Of an extra, which a text file does without.
+    from datasets import load_from_disk
+
+    try:
+        with _damage(folder):
+            return load_from_disk(str(folder))
+    except IndexError as error:
+        # This is how it meets a split without rows.
+        raise ValueError(f"{folder}: the text of a split is empty") from error
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Turn an error about the contents of a file or folder into a ValueError that names it."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    except OSError as error:
+        if error.errno is not None or isinstance(error, FileNotFoundError):
+            raise
+        # Of pyarrow, where a file ends too early.
+        reason = str(error)
+    else:
+        return
+    raise ValueError(f"{path} is damaged ({reason}): prepare the text again")
 
 
 def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
@@ -195,13 +232,17 @@ def read_document_end(folder: Path, tokenizer: Any, given: str | None) -> int | 
         given: the value of `--document_end`: a token in place of the one in the folder, or "none"; None without it.
 
     Raises:
-        ValueError: the token is not in the vocabulary.
+        ValueError: the token is not in the vocabulary, or `corpus.json` is damaged.
     """
     if given is not None:
         return None if given == "none" else document_end_token(tokenizer, given)
     if not (path := folder / INFORMATION).is_file():
         return None
-    return json.loads(path.read_text(encoding="utf-8")).get("document_end")
+    with _damage(path):
+        found = json.loads(path.read_text(encoding="utf-8")).get("document_end")
+        if not (found is None or type(found) is int and 0 <= found < len(tokenizer)):
+            raise ValueError(f"document_end is {found!r}, which is no token")
+    return found
 
 
 # --- characters ------------------------------------------------------------------------------------------------------
@@ -264,11 +305,15 @@ def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Cou
                 end = max(end, stop)
             if not refuses:
                 passed.update(line[end:])
-    for char in list(passed):
-        invisible = char.isspace() or unicodedata.category(char) in ("Cc", "Cf")
-        if invisible or tokenizer(char, add_special_tokens=False)["input_ids"]:
-            del passed[char]
-    return passed, unknown
+    seen = {char: count for char, count in passed.items() if not _is_passed_over(tokenizer, char)}
+    return Counter(seen), unknown
+
+
+def _is_passed_over(tokenizer: Any, char: str) -> bool:
+    """Whether a character between tokens is white space, invisible, or has a token by itself."""
+    if char.isspace() or unicodedata.category(char) in ("Cc", "Cf"):
+        return True
+    return bool(tokenizer(char, add_special_tokens=False)["input_ids"])
 
 
 def whole(counts: Mapping[str, int]) -> tuple[int | None, int | None]:

@@ -3,7 +3,7 @@ https://arxiv.org/abs/1904.08378): weights that follow the text being read, and 
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -58,7 +58,7 @@ class DynamicEvaluation:
             one goes by each of its names. None: all that require a gradient.
 
     Raises:
-        ValueError: a number is out of range or none, or `parameters` is no regular expression.
+        ValueError: a number is out of range or none, `parameters` is no regular expression, or `statistics` no text.
             An evaluation in which the weights diverge is one too (`Diverged`), one in float16, which loses small
             gradients, and one of a model from `quantize_dynamic`, which has none.
     """
@@ -72,15 +72,24 @@ class DynamicEvaluation:
     def __post_init__(self):
         for name in ("learning_rate", "decay", "epsilon"):
             value, least = getattr(self, name), "above" if name == "epsilon" else "at least"
-            if not (isinstance(value, Real) and 0 <= value < math.inf) or (name == "epsilon" and value == 0):
+            number = isinstance(value, Real) and math.isfinite(value)
+            if not number or value < 0 or (name == "epsilon" and value == 0):
                 raise ValueError(f"{name}={value!r} must be a finite number {least} 0")
         if self.decay > 1 and self.statistics is None:
             raise ValueError(
                 f"decay={self.decay} must be at most 1 without statistics: 1 draws the weights back all the way"
             )
+        is_text = hasattr(self.statistics, "__len__") and not isinstance(self.statistics, Mapping)
+        if self.statistics is not None and not is_text:
+            raise ValueError(
+                f"statistics are of type {type(self.statistics).__name__}: give the token ids of a training text, or "
+                "what GradientStatistics.of took from them"
+            )
+        if not isinstance(self.parameters, str | None):
+            raise ValueError(f"parameters={self.parameters!r} must be a regular expression, which is a string")
         try:
             re.compile(self.parameters or "")
-        except (re.error, TypeError) as error:
+        except re.error as error:
             raise ValueError(f"parameters={self.parameters!r} is no regular expression: {error}") from None
 
     def describe(self) -> dict[str, float | int | str | None]:

@@ -13,6 +13,7 @@ one. Four requests are answered at a time.
 """
 
 import argparse
+import errno
 import os
 import socket
 from typing import Any, cast
@@ -33,6 +34,8 @@ from ..data.memory_files import load_memory
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
+# By which configurations know it, those of old checkpoints too.
+LANGUAGE_MODELS = {"TransfoXLForCausalLM", "TransfoXLLMHeadModel"}
 # Connections beyond these are answered 503.
 CONNECTIONS = 64
 
@@ -53,7 +56,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--device", help="(cuda where there is one, otherwise cpu)")
     dtypes = ["auto", "float32", "bfloat16", "float16"]
     add("--dtype", choices=dtypes, default="auto", help="auto: as the weights are (%(default)s)")
+    add("--default_seed", type=int, help="seed of requests without one")
     add("--allowed_host", metavar="NAME", action="append", default=[], help="another name that a Host header may have")
+    add("--enable_cors", action="store_true", help="allow requests from pages of any origin")
     add("--max_body", type=positive, default=1, metavar="MIB", help="bound of a request's size (%(default)s)")
     add("--max_prompt", type=at_least_one, default=100_000, metavar="TOKENS", help="bound of a prompt (%(default)s)")
     add("--max_tokens", type=at_least_one, default=4096, metavar="TOKENS", help="bound of a reply (%(default)s)")
@@ -66,16 +71,21 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="bound of what is kept between requests (%(default)s)",
     )
     add("--memory", type=existing_file, metavar="FILE", help="of save_memory: what every text goes on from")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if not 0 <= options.port < 2**16:
+        parser.error(f"--port {options.port} must be between 0 (any that is free) and 65535")
+    return options
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises a ValueError that names the option before a model is loaded."""
+    """A socket that listens there. Raises an OSError that names the option before a model is loaded."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"--host {host} --port {port}: {error}; port 0 is any that is free") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise OSError(f"--port {port} of {host} is in use: choose another, or 0 for any that is free") from None
+        raise OSError(f"--host {host} --port {port}: {error.strerror}") from None
 
 
 def serve(options: argparse.Namespace, listener: socket.socket) -> None:
@@ -84,7 +94,9 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
 
     from .serve_app import build_app
 
-    load_config(options.model, "model")
+    config = load_config(options.model, "model")
+    if (known := config.architectures) and not LANGUAGE_MODELS.intersection(known):
+        raise ValueError(f"model {options.model} is a {known[0]}, and no language model, which alone writes")
     device = find_device(options.device)
     model = load_language_model(options.model, dtype=options.dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -92,9 +104,9 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
     app = build_app(model, tokenizer, options, lambda: server.should_exit, start)
     limits = {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": 10}
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False, **limits))
+    # The listener has queued what connected while the model was being loaded.
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"serving {options.model} at http://{host}:{listener.getsockname()[1]}/v1", flush=True)
-    # The listener was opened before the model was loaded, and has queued connections that were made since.
     server.run(sockets=[listener])
 
 

@@ -5,6 +5,7 @@ A request is read on the event loop; its prompt is tokenised, and its reply is g
 
 import argparse
 import asyncio
+import contextlib
 import copy
 import json
 import threading
@@ -12,12 +13,15 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -28,6 +32,8 @@ from .serve_fields import ChatRequest, CompletionRequest, ModelRequest, TextRequ
 
 # Requests that are answered at a time, by turns.
 REPLIES = 4
+# Bytes of a request beyond which its prompt waits for those of other such requests to be tokenised.
+LONG = 20_000
 # Tokens of a reply where the request does not say.
 USUAL_TOKENS = 1024
 # Tokens of a prompt at most for a model without memory, which reads the whole text for each new one.
@@ -37,18 +43,18 @@ LOWEST_TEMPERATURE = 1e-30
 # Seconds between two checks of whether a client is still connected.
 CHECK_EVERY = 0.1
 
+Kind = TypeVar("Kind", bound=ModelRequest)
+
 
 def error_body(error: StarletteHTTPException) -> dict:
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     return {"error": {"message": error.detail, "type": kind, "param": None, "code": None}}
 
 
-def refusal(error: RequestValidationError) -> HTTPException:
+def refusal(error: ValidationError) -> HTTPException:
     """The first of the errors: the field, its value and what would be right."""
-    first = error.errors()[0]
-    name, value = ".".join(map(str, first["loc"][1:])), f"{first['input']!r:.99}"
-    # Of a body that is no JSON the place is a number.
-    name = "the body" if name == "" or name.isdigit() else name
+    first = error.errors(include_url=False, include_context=False)[0]
+    name, value = ".".join(map(str, first["loc"])) or "the body", f"{first['input']!r:.99}"
     details = {
         "missing": f"{name} is missing",
         "extra_forbidden": f"{name} is {value}, which this server does not do: leave it out",
@@ -73,20 +79,44 @@ class Server:
         model.generation_config.update(**one, cache_implementation=None, max_length=None)
         self.max_prompt = options.max_prompt if model.config.mem_len > 0 else min(options.max_prompt, WITHOUT_MEMORY)
         self.conversations = Conversations(model, options.max_memories * 2**30, start)
-        self.writers = ThreadPoolExecutor(REPLIES)
+        self.writers, self.long_prompt = ThreadPoolExecutor(REPLIES), asyncio.Lock()
 
-    def check_model(self, fields: ModelRequest) -> None:
-        """Raise HTTPException for another model."""
+    async def read(self, request: Request) -> bytes:
+        """The body of a request. Raises HTTPException for one that is too long, too slow, or no JSON by its header."""
+        # A page from elsewhere cannot send JSON unless CORS lets it.
+        if "json" not in request.headers.get("content-type", ""):
+            raise HTTPException(415, "the request needs the header Content-Type: application/json")
+        body, most = bytearray(), self.options.max_body * 2**20
+        try:
+            async with asyncio.timeout(self.options.max_seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise HTTPException(413, f"the body is longer than {most:,.0f} bytes")
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not come within {self.options.max_seconds:g} s") from None
+        return bytes(body)
+
+    def parse(self, body: bytes, kind: type[Kind]) -> Kind:
+        """The fields of a body. Raises HTTPException for any other field, and for another model."""
+        try:
+            fields = kind.model_validate_json(body)
+        except ValidationError as error:
+            raise refusal(error) from None
         name = self.options.model
         if fields.model not in (None, name, f"{name}@main"):
             raise HTTPException(400, f"this server has {name} and loads no other model, such as {fields.model:.99}")
+        return fields
 
-    async def encode(self, fields: CompletionRequest | ChatRequest) -> Tensor:
+    async def encode(self, request: Request, fields: CompletionRequest | ChatRequest, is_long: bool) -> Tensor:
         """(1, L) tokens of a prompt. Raises HTTPException for none, too many, and symbols outside the vocabulary."""
-        try:
-            ids = await asyncio.to_thread(fields.tokens, self.tokenizer)
-        except Exception as error:  # Templates raise what they like.
-            raise HTTPException(400, str(error)) from None
+        async with self.long_prompt if is_long else contextlib.nullcontext():
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            try:
+                ids = await asyncio.to_thread(fields.tokens, self.tokenizer)
+            except Exception as error:  # Templates raise what they like.
+                raise HTTPException(400, str(error)) from None
         if ids.shape[1] == 0:
             raise HTTPException(400, f"the prompt has no token to go on from: input_ids are {tuple(ids.shape)}")
         if ids.shape[1] > self.max_prompt:
@@ -117,9 +147,11 @@ class Server:
             config.temperature, config.do_sample = None, False
         return config
 
-    async def answer(self, request: Request, fields: CompletionRequest | ChatRequest) -> Response:
-        self.check_model(fields)
-        answer = Answer(self, fields, await self.encode(fields), self.generation_config(fields))
+    async def answer(self, request: Request, kind: type[CompletionRequest] | type[ChatRequest]) -> Response:
+        body = await self.read(request)
+        fields = self.parse(body, kind)
+        config = self.generation_config(fields)
+        answer = Answer(self, fields, await self.encode(request, fields, len(body) > LONG), config)
         if fields.stream:
             return StreamingResponse(answer.events(request), media_type="text/event-stream")
         text = "".join([piece async for piece in answer.text(request)])
@@ -159,7 +191,7 @@ class Answer:
 
     def write(self) -> None:
         """In a thread: generate the reply, and send its text."""
-        end = time.monotonic() + self.server.options.max_seconds
+        options, end = self.server.options, time.monotonic() + self.server.options.max_seconds
 
         def is_over() -> bool:
             return self.is_gone.is_set() or self.server.is_closing() or time.monotonic() > end
@@ -167,8 +199,9 @@ class Answer:
         try:
             # The client may have gone while the request waited for a thread.
             if not is_over():
+                seed = options.default_seed if self.fields.seed is None else self.fields.seed
                 settings = {"stopping_criteria": [self.reply], "generation_config": self.config}
-                self.server.conversations.generate(self.ids, is_over, self.fields.seed, **settings)
+                self.server.conversations.generate(self.ids, is_over, seed, **settings)
                 self.reply.end()
         finally:
             self.send(None)
@@ -214,18 +247,20 @@ def build_app(
 ) -> FastAPI:
     """The application, for a model, its tokenizer and the options of `txl-serve`. Replies end when it is closing, and
     all texts go on from `start`."""
-    server, started = Server(model, tokenizer, options, is_closing, start), int(time.time())
-    app = FastAPI(openapi_url=None, max_body_size=int(options.max_body * 2**20))
+    server = Server(model, tokenizer, options, is_closing, start)
+    app, started = FastAPI(openapi_url=None), int(time.time())
     hosts = ["localhost", "127.0.0.1", "[::1]", options.host, f"[{options.host}]", *options.allowed_host]
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+    if options.enable_cors:
+        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
 
     @app.exception_handler(StarletteHTTPException)
     async def refuse(request: Request, error: StarletteHTTPException) -> Response:
         return JSONResponse(error_body(error), error.status_code)
 
-    @app.exception_handler(RequestValidationError)
-    async def refuse_fields(request: Request, error: RequestValidationError) -> Response:
-        return await refuse(request, refusal(error))
+    @app.exception_handler(ClientDisconnect)
+    async def forget(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=400)
 
     @app.get("/health")
     async def health() -> Response:
@@ -237,17 +272,17 @@ def build_app(
         return JSONResponse({"object": "list", "data": [one]})
 
     @app.post("/v1/completions")
-    async def complete(request: Request, fields: CompletionRequest) -> Response:
-        return await server.answer(request, fields)
+    async def complete(request: Request) -> Response:
+        return await server.answer(request, CompletionRequest)
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request, fields: ChatRequest) -> Response:
-        return await server.answer(request, fields)
+    async def chat(request: Request) -> Response:
+        return await server.answer(request, ChatRequest)
 
     @app.post("/load_model")
-    async def load_model(fields: ModelRequest) -> Response:
+    async def load_model(request: Request) -> Response:
         """The first request of `transformers chat`, which asks for a model to be loaded: the one model already is."""
-        server.check_model(fields)
+        server.parse(await server.read(request), ModelRequest)
         ready = {"status": "ready", "model": options.model, "cached": True}
         return Response(event(ready), media_type="text/event-stream")
 

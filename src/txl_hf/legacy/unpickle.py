@@ -173,6 +173,9 @@ def _load_archive(path: Path, data: mmap.mmap, machine: "Machine") -> Any:
             f"a zip archive with {len(pickles)} data.pkl records, where torch.save writes one: a packed release?"
         )
     root = pickles[0].removesuffix("data.pkl")
+    order = records.get(f"{root}byteorder")
+    if order is not None and data[order.begin : order.begin + order.length] != b"little":
+        raise UnsafePickleError("written on a big-endian machine")
     place = f"{root}data/"
     machine.place_records({name[len(place) :]: record for name, record in records.items() if name.startswith(place)})
     record = records[pickles[0]]
@@ -232,7 +235,9 @@ def _load_stream(data: mmap.mmap, machine: "Machine") -> Any:
     version = machine.run(stream)
     if type(version) is not int or version != LEGACY_PROTOCOL:
         raise UnsafePickleError("an unknown version of torch's old file format")
-    machine.run(stream)  # the sizes of the machine's numbers
+    system = machine.run(stream)
+    if not (isinstance(system, dict) and system.get("little_endian") is True):
+        raise UnsafePickleError("written on a big-endian machine")
     value = machine.run(stream)
     machine.place_stream(stream)
     return value

@@ -71,8 +71,11 @@ def begin_run(output_dir: str | os.PathLike, checkpoint: str | os.PathLike | Non
 
 def current_run(output_dir: str | os.PathLike) -> str | None:
     """The run that writes to a directory, or None where none has begun."""
-    path = Path(output_dir) / RUN_NAME
-    return json.loads(path.read_text(encoding="utf-8"))["run"] if path.exists() else None
+    try:
+        run = json.loads((Path(output_dir) / RUN_NAME).read_text(encoding="utf-8"))["run"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return run if isinstance(run, str) else None
 
 
 def list_checkpoints(output_dir: str | os.PathLike) -> list[tuple[int, Path]]:
@@ -135,7 +138,7 @@ def _run_of(checkpoint: Path) -> str | None:
 def finish_checkpoint(written: Path, final: Path, run: str):
     """Give a checkpoint that is written its manifest and its name; then remove what is unfinished beside it."""
     files = {path.relative_to(written).as_posix(): _describe(path) for path in written.rglob("*") if path.is_file()}
-    (written / MANIFEST_NAME).write_text(json.dumps({"run": run, "files": files}, indent=1), encoding="utf-8")
+    _write_manifest(written, run, files)
     # Killed between the two renames that replace one of the same name, `last_checkpoint` finds the new one where it
     # was written.
     move_into_place(written, final)
@@ -199,16 +202,36 @@ def _describe(path: Path) -> dict[str, int]:
     return {"size": path.stat().st_size, "crc32": checksum}
 
 
+def _write_manifest(folder: Path, run: str, files: dict[str, dict[str, int]]):
+    manifest = {"run": run, "files": files}
+    text = json.dumps(manifest | {"crc32": _checksum(manifest)}, indent=1)
+    (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
+
+
+def _checksum(manifest: dict[str, Any]) -> int:
+    """Of what a manifest says, so that damage to the list is not taken for damage to what it lists."""
+    return zlib.crc32(json.dumps([manifest["run"], manifest["files"]], sort_keys=True).encode())
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     """Raises a ValueError that says what is wrong with it."""
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-        files = {name: {"size": entry["size"], "crc32": entry["crc32"]} for name, entry in manifest["files"].items()}
-        return {"run": str(manifest["run"]), "files": files}
     except OSError as error:
         raise ValueError(f"it is incomplete, or not of a training with memory ({MANIFEST_NAME} is missing)") from error
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is damaged ({MANIFEST_NAME} is no list of files with checksums)") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is damaged ({MANIFEST_NAME} is no JSON)") from error
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    whole = isinstance(files, dict) and all(
+        isinstance(entry, dict) and {"size", "crc32"} <= set(entry) for entry in files.values()
+    )
+    if not whole or not isinstance(manifest.get("run"), str):
+        raise ValueError(
+            f"it is damaged, or of an earlier version ({MANIFEST_NAME} is no list of files with checksums)"
+        )
+    if manifest.get("crc32") != _checksum(manifest):
+        raise ValueError(f"it is damaged ({MANIFEST_NAME} is not what was written)")
+    return manifest
 
 
 def _check_readable(path: Path, name: str):

@@ -50,7 +50,7 @@ from ..data.loading import (
 )
 from ..data.midi import EVENTS
 from ..data.streams import TokenStream, as_item, describe_stream, open_tokens, read_tokens
-from ..data.texts import read_document_end
+from ..data.texts import load_splits, read_document_end
 from ..evaluation.language_model import evaluate_language_model
 from ..files import LOCK_NAME, disk_errors, locked_folder, move_into_place, options_that_differ, write_text
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
@@ -216,12 +216,14 @@ def evaluation_of(
 
 def load_data(folder: Path) -> tuple[Any, datasets.DatasetDict]:
     """The output of txl-prepare, with a tokenizer of transformers or of MidiTok; token ids stay on the disk."""
-    corpus = datasets.load_from_disk(str(folder))
+    corpus = load_splits(folder)
     for split in SPLITS:
         if split not in corpus:
             raise ValueError(f"--data {folder} has no split {split!r}, only {', '.join(map(repr, corpus))}")
         if EVENTS in corpus[split].column_names:
             raise ValueError(f"--data {folder} has compound tokens, which examples/music/compound.py trains on")
+        if "token_ids" not in corpus[split].column_names:
+            raise ValueError(f"--data {folder}: the split {split!r} has no column 'token_ids'")
     return load_tokenizer(folder), corpus
 
 
@@ -466,6 +468,8 @@ def find_checkpoint(output: Path, arguments: Arguments, prepared: Prepared) -> t
     saved, _ = read_position(folder)
     place = {name: saved[name] for name in ("epoch", "step") if name in saved}
     check_position(folder, saved, describe_stream(prepared.stream) | place)
+    # A damaged one is named before any training.
+    read_best(output)
     return folder, step
 
 

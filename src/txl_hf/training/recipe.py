@@ -42,12 +42,21 @@ CONFIG = {
 # weights are made for.
 FREE = {"dropout", "dropatt", "tgt_len", "mem_len", "ext_len", "clamp_len", "same_length"}
 FIXED = CONFIG.keys() - FREE - {"init", "init_range", "init_std", "proj_init_std", "max_klen"}
-# Options of transformers that other trainers of language models call otherwise.
+# Options that are now transformers' own, by their names of before.
 RENAMED = {
     "eval_every": "eval_steps",
     "save_every": "save_steps",
     "log_every": "logging_steps",
     "mixed_precision": "bf16 or --fp16",
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "epsilon": "adam_epsilon",
+    "max_epochs": "num_train_epochs",
+    "batch_chunk": "gradient_accumulation_steps",
+    "dynamo_backend": "torch_compile_backend",
+    "scheduler": "lr_scheduler_type",
+    "min_learning_rate": "lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr\": …}'",
+    "decay_steps": "lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs '{\"num_decay_steps\": …}'",
 }
 
 

@@ -157,20 +157,26 @@ class Regularizer:
             setattr(parent, name, LockedDropout(rate).train(plain.training))
 
     def _see_what_begins(self, transformer: nn.Module, args: tuple, kwargs: dict):
-        """Note what begins inside the segment: documents, padding, and what stands behind padding."""
-        given = dict(zip(_INPUTS, args, strict=False)) | kwargs
-        ids, mask, resets = (given.get(name) for name in ("input_ids", "attention_mask", "resets"))
+        """Note what begins inside the segment. What does not fit is left to the model, which says so."""
         self._begins = None
-        if ids is None or not transformer.training:
+        given = dict(zip(_INPUTS, args, strict=False)) | kwargs
+        given = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        ids, mask, resets = (given.get(name) for name in ("input_ids", "attention_mask", "resets"))
+        if ids is None or ids.dim() != 2 or not transformer.training:
             return
         found = [resets]
-        if documents := {name: given[name] for name in DOCUMENT_KEYWORDS if given.get(name) is not None}:
+        if documents := {name: given[name] for name in DOCUMENT_KEYWORDS if name in given}:
             found.append(packed_starts(tuple(ids.shape), ids.device, mask, **documents))
-        if mask is not None:
-            real = mask[..., -ids.shape[1] :] != 0
-            found.append(~real | ~F.pad(real, (1, 0))[..., :-1])
-        if known := [begins.to(ids.device) for begins in found if begins is not None]:
-            self._begins = functools.reduce(torch.logical_or, known)
+        if mask is not None and mask[..., -ids.shape[1] :].shape == ids.shape:
+            # Padding, and what stands behind it.
+            real = mask[:, -ids.shape[1] :].to(ids.device) != 0
+            found.append(~real | ~F.pad(real, (1, 0))[:, :-1])
+        fitting = [
+            begins.to(ids.device)
+            for begins in found
+            if begins is not None and begins.dtype == torch.bool and begins.shape == ids.shape
+        ]
+        self._begins = functools.reduce(torch.logical_or, fitting) if fitting else None
 
     def _drop_words(self, embed_tokens: nn.Module, args: tuple, embeds: Tensor) -> Tensor:
         # The same as dropping rows of the tables, which a tied softmax would lose too.
@@ -179,8 +185,8 @@ class Regularizer:
             return embeds
         words = F.dropout(embeds.new_ones(self._transformer.config.vocab_size), self.arguments.word_dropout)
         kept = words[args[0]]
-        if begins is not None:
-            kept = kept.masked_fill(begins, 1)
+        if begins is not None and begins.shape == kept.shape:
+            kept = kept.masked_fill(begins.to(kept.device), 1)
         # Whether there is a memory that it sees, and whether that holds anything, need not be asked.
         kept[..., :1] = 1
         return embeds * kept[..., None]

@@ -180,10 +180,26 @@ def score_of(evaluation: LanguageModelEvaluation, token_ids: Any) -> dict[str, A
 
 
 def read_best(output: Path) -> dict[str, Any] | None:
-    """The score beside the best model, which is in a folder of its own until the run ends; None: there is none."""
+    """The score beside the best model, which is in a folder of its own until the run ends; None: there is none.
+
+    Raises:
+        ValueError: what is written there says nothing of a model.
+    """
     folder = output / BEST if (output / BEST).exists() else output
     path = folder / BEST_SCORE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    kinds = {"step": int, "validation_loss": float, "of": dict}
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), kind) for name, kind in kinds.items()):
+        raise ValueError(
+            f"{path} is damaged, it does not say what the best model's loss is: remove it, and the next validation "
+            "chooses the best model anew"
+        )
+    return found
 
 
 def settle_best(output: Path, step: int):
@@ -224,7 +240,7 @@ def finish(output: Path, texts: dict[str, Any], evaluate: Callable, data: DataAr
         write_model_card(output / "README.md", model, name, model_name=name, eval_results=results)
         # Last, because it says that all is done.
         write_text(output / RESULTS, json.dumps(scores, indent=1) + "\n")
-    found, metric = json.loads((output / RESULTS).read_text(encoding="utf-8")), data.metric
+    found, metric = read_results(output / RESULTS), data.metric
     for split in SCORED:
         print(f"{split}: {metric} {found[split][metric]:.3f}")
     for result in found["memory_lengths"]:
@@ -273,3 +289,15 @@ def plot(log: list[dict[str, float]], path: Path, metric: str):
     with whole_file(path) as aside:
         figure.savefig(aside, dpi=150)
     plt.close(figure)
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The scores of the finished model. Raises a ValueError for a file that no run has written."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        parts = [*(found[split] for split in SCORED), *found["memory_lengths"], found["model"]]
+        if all(isinstance(part, dict) for part in parts):
+            return found
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{path} is damaged: remove it, and --resume scores the model again")

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy, default_compute_objective
 from transformers.utils import logging
 
 from ..data.streams import check_loader, describe_stream
@@ -229,10 +229,8 @@ class TransfoXLTrainer(Trainer):
         return model
 
     def hyperparameter_search(self, hp_space=None, compute_objective=None, *args, **kwargs):
-        """As `Trainer.hyperparameter_search`, by default for the least `eval_loss`."""
-        # Trainer's default is the sum of all figures but the loss.
-        compute_objective = compute_objective or (lambda metrics: metrics["eval_loss"])
-        return super().hyperparameter_search(hp_space, compute_objective, *args, **kwargs)
+        """As `Trainer.hyperparameter_search`: for `eval_loss`, or the sum of what `compute_metrics` gives."""
+        return super().hyperparameter_search(hp_space, compute_objective or default_objective, *args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, *args, **kwargs):
         """As `Trainer.train`, but only a complete checkpoint is resumed; with True, the last complete one.
@@ -780,6 +778,13 @@ def _leave_interrupts(worker: int):
     thread that pins memory with an error.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def default_objective(metrics: dict[str, float]) -> float:
+    """Of a search, as `default_compute_objective` has it, without the figures that an evaluation gains here."""
+    prefixes = [name.removesuffix("_tokens_per_second") for name in metrics if name.endswith("_tokens_per_second")]
+    gained = {f"{prefix}_{name}" for prefix in prefixes for name in (*METRICS, "tokens")}
+    return default_compute_objective({name: value for name, value in metrics.items() if name not in gained})
 
 
 def _check_arguments(args: TrainingArguments):
