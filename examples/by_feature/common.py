@@ -5,16 +5,18 @@ It imports nothing slow before it is needed, so that a script can look at its co
 
 import argparse
 import atexit
+import csv
 import math
 import shlex
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.files import whole_file
 
 if TYPE_CHECKING:
     from txl_hf import TransfoXLConfig
@@ -77,6 +79,14 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise ValueError(f"{path} is empty")
     return text
+
+
+def write_rows(path: Path, rows: Sequence[dict], columns: Sequence[str] = ()) -> None:
+    """Write rows as CSV, whole or not at all; `columns`: by default those of the first row."""
+    with whole_file(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns or list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def standard_library(name: str) -> str:

@@ -25,7 +25,6 @@ and a Transformer-XL's policy is written to the run's folder as `agent`, which
 """
 
 import argparse
-import csv
 import importlib
 import json
 import math
@@ -577,10 +576,7 @@ def tabulate(folder: Path):
     rows = [{name: value for name, value in result.items() if name != "curve"} for result in results]
     of_curves = ["env", "memory", "seed", "steps", "return"]
     for name, columns, table in (("agents.csv", list(rows[0]), rows), ("curves.csv", of_curves, returns)):
-        with whole_file(folder / name) as aside, aside.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(table)
+        common.write_rows(folder / name, table, columns)
     runs: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
         runs[result["env"]][result["memory"]].append(result)

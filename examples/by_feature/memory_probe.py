@@ -13,7 +13,6 @@ been read.
 """
 
 import argparse
-import csv
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from torch.nn import functional as F
 import common
 from memory_agent import MEMORIES, count, make_agent
 from txl_hf.command_line import at_least_one, new_path, one_line_errors, positive
-from txl_hf.files import whole_file
 
 THINGS = 4
 REACHED, WINDOWS = 0.95, 20
@@ -98,10 +96,7 @@ def main():
             rows.append(probe(options, *case))
             found = "found after" if rows[-1]["reached"] else f"{rows[-1]['right']:.3f} right after"
             print(f"{case[0]:>11} {case[1]:3} back: {found} {rows[-1]['observations']} observations", flush=True)
-            with whole_file(options.output) as aside, aside.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
+            common.write_rows(options.output, rows)
 
 
 if __name__ == "__main__":

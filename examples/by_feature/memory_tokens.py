@@ -11,7 +11,6 @@ graph over all segments: each layer reads what entered it before, so that nothin
 layers reach, n_layer × (M + L - 1) tokens, while memory tokens go through all layers once more in every segment.
 """
 
-import csv
 import time
 from pathlib import Path
 
@@ -131,10 +130,7 @@ def main():
             )
             row = {"memory": kind, "size": options.size, "seed": seed, "segments": options.segments, "steps": steps}
             rows.append({**row, "last_segments": segments, "accuracy": f"{right:.4f}", "seconds": f"{seconds:.0f}"})
-    with options.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    common.write_rows(options.output, rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ state, M back at most, where the upper layer finds it. Where the memory is detac
 that k = 1 takes k times as many steps. The accuracy is of a text that nothing has learned from.
 """
 
-import csv
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,10 +135,7 @@ def main():
             sizes = {name: getattr(options, name) for name in ("distance", "memory", "segment_length", "tokens")}
             figures = {"accuracy": f"{found:.4f}", "seconds": f"{seconds:.0f}"}
             rows.append({"segments": k, "seed": seed, **sizes, **figures})
-    with options.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    common.write_rows(options.output, rows)
 
 
 if __name__ == "__main__":
