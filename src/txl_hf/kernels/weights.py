@@ -96,10 +96,10 @@ class ProductWeights:
         """The gradients of leaves, by name, as those of the weights; others as they are."""
         found = dict(gradients)
         for kind in self._kinds:
-            given = [gradients[name] for name in kind.names]
-            if all(gradient is not None for gradient in given):
+            given = [gradient for name in kind.names if (gradient := gradients[name]) is not None]
+            if len(given) == len(kind.names):
                 first = self._weights[kind.names[0]]
-                stacked = torch.stack(given).view(kind.copies.shape)  # type: ignore[arg-type]
+                stacked = torch.stack(given).view(kind.copies.shape)
                 inside = stacked.as_strided(kind.inside.shape, kind.inside.stride())
                 inside = inside.to(first.dtype, memory_format=torch.contiguous_format)
                 found |= zip(kind.names, inside.view(len(given), *first.shape), strict=True)
