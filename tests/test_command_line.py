@@ -139,9 +139,9 @@ def test_the_parser_of_recipes_reads_both_too(typed, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("host", "said"),
     [
-        ("127.0.0.1", "error: --host 127.0.0.1 --port {port}: [Errno 98] Address already in use"),
+        ("127.0.0.1", "error: --port {port} of 127.0.0.1 is in use: choose another, or 0 for any that is free"),
         # An address kept for documentation, which no machine has.
-        ("192.0.2.1", "error: --host 192.0.2.1 --port {port}: [Errno 99] Cannot assign requested address"),
+        ("192.0.2.1", "error: --host 192.0.2.1 --port {port}: Cannot assign requested address"),
     ],
 )
 def test_an_address_where_nothing_can_listen_is_said_before_a_model_is_looked_for(host, said):
