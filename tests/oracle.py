@@ -197,6 +197,11 @@ class ReferenceModel:
                     projected = parameters[f"{name}.self_attn.r_proj.weight"] @ sinusoid(clamped, config.d_model)
                     return projected.view(H, Dh)[h]
 
+                if config.decay_len > 0:
+
+                    def rel_bias_of(h, distance):
+                        return 2 * math.log(min(1, config.decay_len / max(distance, 1))) * Dh**0.5
+
                 owner = f"{name}.self_attn" if config.untie_r else "transformer"
                 u, v = parameters[f"{owner}.content_bias"], parameters[f"{owner}.position_bias"]
             elif config.attn_type == 1:

@@ -22,6 +22,7 @@ BAD_CONFIGS = {
     "negative cutoff": ({"cutoffs": [-1, 9]}, "cutoffs"),
     "no width left": ({"div_val": 5}, "div_val=5.*bin 2.*d_embed=16"),
     "sampled softmax": ({"sample_softmax": 100}, "sample_softmax=100"),
+    "decay of learned positions": ({"decay_len": 9, "attn_type": 1}, "decay_len=9 goes with attn_type=0, not 1"),
     "unknown attn_type": ({"attn_type": 4}, "attn_type=4"),
     "memory without recurrence": ({"attn_type": 2, "mem_len": 5}, "mem_len=5"),
     "unknown initial memory": ({"initial_memory": "full"}, "initial_memory='full'"),

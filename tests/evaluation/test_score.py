@@ -274,6 +274,17 @@ def test_a_trained_model_has_the_figure_of_its_training(corpus, model, tmp_path,
     assert (row["segment_length"], row["memory_length"], row["batch_size"]) == (8, 12, 1)
 
 
+def test_a_memory_longer_than_in_training_may_decay(corpus, model, capsys):
+    loaded, tokens = AutoModelForCausalLM.from_pretrained(model), load_from_disk(corpus)["test"]["token_ids"][:]
+    found = []
+    for decay_len in (-1, 3):
+        loaded.config.decay_len = decay_len
+        found.append(evaluate_language_model(loaded, tokens, segment_length=8, memory_length=30).nll)
+    report = run(capsys, "--model", model, "--data", corpus, "--memory_length", 30, "--decay_len", 3)
+    assert report["decay_len"] == 3 and report["results"][0]["nll"] == pytest.approx(found[1], rel=1e-6)
+    assert found[0] != found[1]
+
+
 def test_statistics_are_of_no_more_than_the_training_text(corpus, model):
     options = ["--model", str(model), "--data", str(corpus), "--dynamic", "0.1", "--statistics", "1000000"]
     with pytest.raises(SystemExit, match="error: --statistics 1000000 is more than the training text has: "):

@@ -267,7 +267,9 @@ def test_other_threads_draw_from_the_generator_as_soon_as_capturing_has_begun(mo
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 class TestOnGPU:
     @pytest.mark.parametrize("backend", ["auto", "txl_triton", "eager"])
-    @pytest.mark.parametrize("changes", [{}, {"cutoffs": [], "div_val": 1}, {"clamp_len": 5}], ids=str)
+    @pytest.mark.parametrize(
+        "changes", [{}, {"cutoffs": [], "div_val": 1}, {"clamp_len": 5}, {"decay_len": 3}], ids=str
+    )
     def test_losses_are_those_of_segments_that_are_launched(self, monkeypatch, changes, backend):
         model, ids = tiny_model(**changes).cuda(), text(400)
         model.set_attn_implementation(backend)

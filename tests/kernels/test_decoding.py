@@ -72,6 +72,7 @@ def test_texts_are_those_of_the_loop(tape, make_ids, options, rows, mem_len):
         {"attn_type": 1},
         {"pre_lnorm": True, "same_length": True},
         {"gating": "gru", "clamp_len": 4},
+        {"decay_len": 3, "clamp_len": 5},
         {"cutoffs": [], "div_val": 1},
     ],
     ids=str,

@@ -141,7 +141,14 @@ def test_gradients_of_graphs_and_of_launched_chunks_add_up(make_model, make_ids,
 @pytest.mark.parametrize("regularized", [False, True])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"initial_memory": "zeros"}, {"same_length": True, "clamp_len": 4}, {"gating": "gru"}, {"untie_r": False}],
+    [
+        {},
+        {"initial_memory": "zeros"},
+        {"same_length": True, "clamp_len": 4},
+        {"gating": "gru"},
+        {"untie_r": False},
+        {"decay_len": 4},
+    ],
     ids=str,
 )
 def test_the_host_reads_no_number(make_model, make_ids, monkeypatch, changes, regularized):

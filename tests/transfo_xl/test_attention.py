@@ -722,6 +722,7 @@ ENCODINGS = {
     "relative": {},
     "tied-biases-same_length": {"untie_r": False, "same_length": True},
     "zeros-clamped": {"initial_memory": "zeros", "clamp_len": 3},
+    "decayed": {"decay_len": 2},
     "one-softmax": {"cutoffs": [], "div_val": 1},
     "shaw": {"attn_type": 1},
     "vaswani": {"attn_type": 2, "mem_len": 0},

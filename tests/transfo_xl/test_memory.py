@@ -43,6 +43,8 @@ VARIANTS = {
     "same_length": {"same_length": True},
     "same_length-besides-self": {"same_length": True, "same_length_counts_self": False},
     "clamp": {"clamp_len": 3},
+    "decay": {"decay_len": 4},
+    "decay-clamp": {"decay_len": 3, "clamp_len": 5},
     "tied-biases": {"untie_r": False},
     "shaw": {"attn_type": 1},
     "shaw-clamp-zeros": {"attn_type": 1, "clamp_len": 4, "initial_memory": "zeros"},

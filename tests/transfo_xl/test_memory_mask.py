@@ -526,6 +526,7 @@ ZEROS = {
     "same_length": {"same_length": True},
     "pre_lnorm": {"pre_lnorm": True},
     "clamp": {"clamp_len": 3},
+    "decay": {"decay_len": 3},
     "shaw": {"attn_type": 1},
     "gated": {"gating": "gru", "gate_bias": 0.5},
     "ext_len": {"ext_len": 2},

@@ -26,6 +26,7 @@ ENCODINGS = {
     "plain": {},
     "tied-biases": {"untie_r": False},
     "clamp": {"clamp_len": 3},
+    "decay": {"decay_len": 3, "clamp_len": 4},
     "same_length": {"same_length": True},
     "pre_lnorm": {"pre_lnorm": True},
     "shaw": {"attn_type": 1},

@@ -19,6 +19,7 @@ VARIANTS = {
     "its own besides": {"same_length": True, "same_length_counts_self": False},
     "a memory that covers all": {"mem_len": 40},
     "shaw": {"attn_type": 1, "same_length": True},
+    "decayed": {"same_length": True, "decay_len": 3},
     "clamped, shared biases, post norm": {"same_length": True, "clamp_len": 3, "untie_r": False},
 }
 

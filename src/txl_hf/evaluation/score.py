@@ -94,6 +94,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--memory_length", type=int, nargs="+", help="one or more (the model's mem_len, without --sliding_window)"
     )
+    parser.add_argument("--decay_len", type=int, help="of a memory longer than in training (the model's)")
     parser.add_argument("--sliding_window", type=at_least_one, nargs="+", default=[], help="window lengths to score")
     parser.add_argument(
         "--warm_up", type=int, default=0, help="tokens of each stream read but not scored (%(default)s)"
@@ -150,7 +151,8 @@ def run(options: argparse.Namespace):
         raise ValueError(f"{options.data} is empty: it has no token")
     check_vocabulary(text, config, options.model, options.data)
     text = text.beginning(options.max_tokens)
-    model = load_language_model(options.model, dtype=getattr(torch, options.dtype))
+    changes = {} if options.decay_len is None else {"decay_len": options.decay_len}
+    model = load_language_model(options.model, dtype=getattr(torch, options.dtype), **changes)
     model.to(options.device)
     report = {**describe(model, text, options), "results": [], "curves": {}}
     try:
@@ -182,6 +184,7 @@ def describe(model: TransfoXLForCausalLM, text: TokenisedText, options: argparse
         "parameters": model.num_parameters(),
         "initial_memory": model.config.initial_memory,
         "same_length_counts_self": model.config.same_length_counts_self,
+        "decay_len": model.config.decay_len,
         "attn_type": model.config.attn_type,
         "attn_implementation": model.config._attn_implementation,
         "data": str(options.data),

@@ -55,7 +55,8 @@ def tiled_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     content_query = _scaled(query, inputs.content_bias, inputs.scaling)
     position_query = _scaled(query, inputs.position_bias, inputs.scaling)
     states = (inputs.key, inputs.value, rel_key)
-    return attend_tile_by_tile(content_query, position_query, *states, hidden, inputs.dropout), None
+    rel_bias = None if inputs.rel_bias is None else inputs.rel_bias.to(query.dtype) * inputs.scaling
+    return attend_tile_by_tile(content_query, position_query, *states, hidden, inputs.dropout, rel_bias), None
 
 
 def _scaled(query: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
@@ -71,8 +72,8 @@ def _why_not_tiles(inputs: AttentionInputs) -> str | None:
         return f"the tensors are on {query.device.type}, not on a CPU"
     if query.dtype == torch.float16:
         return "tiles are not computed in torch.float16"
-    if rel_key is None or inputs.rel_bias is not None:
-        return "tiles are for sinusoidal relative positions only"
+    if rel_key is None or (inputs.rel_bias is not None and inputs.rel_bias.requires_grad):
+        return "tiles are for relative positions, and learn no score per distance"
     tensors = (query, inputs.key, inputs.value, rel_key)
     if not is_plain(*tensors):
         return "a loop over heads and rows is no graph, and nothing for torch.func or forward mode"
@@ -117,8 +118,9 @@ def attend_tile_by_tile(
     rel_key: Tensor,
     hidden: Tensor,
     dropout: float,
+    rel_bias: Tensor | None = None,
 ) -> Tensor:
-    """softmax(content_query·key + shifted position_query·rel_key + hidden)·value.
+    """softmax(content_query·key + shifted (position_query·rel_key + rel_bias) + hidden)·value.
 
     Args:
         content_query, position_query: (B, H, L, Dh), q + u and q + v, scaled.
@@ -126,16 +128,19 @@ def attend_tile_by_tile(
         rel_key: (H, n, Dh), n ≤ K, W_R R with the furthest distance first, which all that are further share.
         hidden: (B or 1, L, n), n ≤ K: minus infinity where a query does not see one of the last n keys, else 0.
         dropout: probability of dropping an attention probability.
+        rel_bias: (H, n), scaled, rows as in `rel_key`; nothing is learned of it.
 
     Returns:
         (B, H, L, Dh). It can be differentiated once; with `create_graph=True` the backward pass is a RuntimeError.
     """
     inputs = (content_query, position_query, key, value)
     K, L = key.shape[2], content_query.shape[2]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, rel_key)):
-        return _TileByTile.apply(*inputs, first_repeated(rel_key, K), hidden, dropout)
+    trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, rel_key))
     # The shift moves a row by up to L - 1 places.
-    return _attend(*inputs, first_repeated(rel_key, min(K, rel_key.shape[1] + L - 1)), hidden, dropout)
+    n = K if trained else min(K, rel_key.shape[1] + L - 1)
+    rel_key, rel_bias = first_repeated(rel_key, n), None if rel_bias is None else first_repeated(rel_bias, n)
+    attend = _TileByTile.apply if trained else _attend
+    return attend(*inputs, rel_key, rel_bias, hidden, dropout)
 
 
 class _Tile(NamedTuple):
@@ -164,7 +169,9 @@ def _tiles(B: int, H: int, L: int, K: int, single: bool) -> Iterator[_Tile]:
                 yield _Tile(slice(h, min(h + n_head, H)), b, slice(max(0, stop - rows), stop), K - L + stop)
 
 
-def _attend(content_query, position_query, key, value, rel_key, hidden, dropout, saved: list | None = None) -> Tensor:
+def _attend(
+    content_query, position_query, key, value, rel_key, rel_bias, hidden, dropout, saved: list | None = None
+) -> Tensor:
     """The result of `attend_tile_by_tile`; `saved` takes each tile's probabilities and the entries that dropout kept.
 
     Of fewer distances than keys, the first L are all the same.
@@ -189,6 +196,8 @@ def _attend(content_query, position_query, key, value, rel_key, hidden, dropout,
                 by_distance_room, scores_room = content_query.new_empty(2, size)
         near = min(n, keys)
         by_distance = products(position_query[b, heads, queries], distances[:, n - near :], by_distance_room)
+        if rel_bias is not None:
+            by_distance += rel_bias[heads, None, n - near :]
         scores = products(content_query[b, heads, queries], tile_key[:, :keys], scores_room)
         if near < keys:
             scores[..., :-near] += by_distance[..., :1]
@@ -228,10 +237,10 @@ def _shifted(by_distance: Tensor) -> Tensor:
 
 class _TileByTile(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, content_query, position_query, key, value, rel_key, hidden, dropout):
+    def forward(ctx, content_query, position_query, key, value, rel_key, rel_bias, hidden, dropout):
         saved: list[Tensor | None] = []
         inputs = (content_query, position_query, key, value, rel_key)
-        attended = _attend(*inputs, hidden, dropout, saved)
+        attended = _attend(*inputs, rel_bias, hidden, dropout, saved)
         ctx.save_for_backward(*inputs, *saved)
         ctx.dropout = dropout
         ctx.single = _is_single(content_query, key)
@@ -278,7 +287,7 @@ class _TileByTile(torch.autograd.Function):
             if queries.start == 0:
                 grad_key[b, heads], grad_value[b, heads] = of_key.transpose(1, 2), of_value.transpose(1, 2)
         grad_rel_key = grad_rel_key.transpose(1, 2).to(grad.dtype)
-        return grad_content_query, grad_position_query, grad_key, grad_value, grad_rel_key, None, None
+        return grad_content_query, grad_position_query, grad_key, grad_value, grad_rel_key, None, None, None
 
 
 def _scores_and_by_distance(like: Tensor) -> tuple[Tensor, Tensor]:

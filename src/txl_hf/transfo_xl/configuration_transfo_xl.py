@@ -50,6 +50,11 @@ class TransfoXLConfig(PreTrainedConfig):
         n_layer (`int`, defaults to 18): Number of layers.
         mem_len (`int`, defaults to 1600): M, the number of hidden states in the memory of a layer.
         clamp_len (`int`, defaults to 1000): Distances beyond it share one position; not positive: no clamping.
+        decay_len (`int`, defaults to -1):
+            The longest distance of training, `tgt_len + mem_len`, where the memory may be longer later: a key at a
+            distance d beyond it is weighed by (decay_len / d)² before the softmax normalises, so that all further keys
+            together weigh no more than `decay_len` more keys at that distance. Not positive: no decay. For
+            `attn_type=0`.
         same_length (`bool`, defaults to `True`):
             Every query sees the same number of keys, as many as the memory is long; otherwise it sees all of the
             memory and of the segment up to itself. Without a memory that number would be 0 (legacy `transformers`
@@ -140,6 +145,7 @@ class TransfoXLConfig(PreTrainedConfig):
     n_layer: int = 18
     mem_len: int = 1600
     clamp_len: int = 1000
+    decay_len: int = -1
     same_length: bool = True
     proj_share_all_but_first: bool = True
     attn_type: int = 0
@@ -265,6 +271,8 @@ class TransfoXLConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={size} must be at least {least}")
         if self.attn_type not in POSITIONS:
             raise ValueError(f"attn_type={self.attn_type} must be one of {', '.join(map(str, POSITIONS))}")
+        if self.decay_len > 0 and self.attn_type != 0:
+            raise ValueError(f"decay_len={self.decay_len} goes with attn_type=0, not {self.attn_type}: set it to -1")
         if self.d_model % 2:
             raise ValueError(f"d_model={self.d_model} is odd: the sinusoids need an even d_model")
         if self.input_size is not None and self.vocab_size > 0:

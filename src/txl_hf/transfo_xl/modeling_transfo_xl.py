@@ -641,10 +641,12 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         state = decoding_state_of(cache)
         # The distances of a full memory at once; else a growing one would compute them again for each token.
         reach = max(segment.key_length, segment.lengths.mem_len + 1)
-        reach = min(reach, clamp_len + 1) if clamp_len > 0 else reach
+        shares = clamp_len > 0 and not 0 < self.config.decay_len < reach
+        reach = min(reach, clamp_len + 1) if shares else reach
         layers: list[Any] = list(self.layers)
         weights = [getattr(layer.self_attn.r_proj, "weight", None) for layer in layers]
-        if not state.has_distances(reach, clamp_len, weights, (self._trained, working_dtype(states))):
+        others = (self._trained, working_dtype(states), self.config.decay_len)
+        if not state.has_distances(reach, clamp_len, weights, others):
             state.projected = max(reach, state.projected)
             state.distances = self.positions.distances(self, state.projected, like, clamp_len)
         assert state.distances is not None

@@ -48,11 +48,25 @@ def sinusoids_of_distances(key_length: int, embeds: Tensor, clamp_len: int) -> T
     return sinusoid(distances, embeds.shape[-1]).to(embeds.dtype)
 
 
-def _different(key_length: int, most: int) -> int:
-    """How many of the distances K - 1, …, 0 have a row of their own, if `most` differ: all of them in an export or a
-    trace, where K is a symbol, which cannot be compared."""
-    graph = torch.jit.is_tracing() or (torch.compiler.is_compiling() and is_exporting(unknown=True))
-    return key_length if graph else min(key_length, most)
+def _is_symbol() -> bool:
+    """Whether K is a symbol, which cannot be compared: in an export or a trace. All distances then have a row."""
+    return torch.jit.is_tracing() or (torch.compiler.is_compiling() and is_exporting(unknown=True))
+
+
+def decay_of_distances(key_length: int, config: Any, embeds: Tensor) -> Tensor | None:
+    """The score -2 ln(distance / `decay_len`) of the distances K - 1, …, 0, and 0 up to `decay_len`: (H, K), to be
+    scaled as scores are, of the type of `embeds`. None where no distance is further.
+
+    A key is thereby weighed by (decay_len / distance)². KERPLE (Chi et al., 2022, https://arxiv.org/abs/2205.09921)
+    learns such scores from the first distance on. Here the distances of training have none, so that no model has to be
+    trained for it.
+    """
+    if not (_is_symbol() or key_length - 1 > config.decay_len):
+        return None
+    dtype = torch.promote_types(embeds.dtype, torch.float32)
+    distances = torch.arange(key_length - 1, -1, -1, device=embeds.device, dtype=dtype)
+    scores = -2 * config.d_head**0.5 * (distances / config.decay_len).clamp(min=1).log()
+    return scores.to(embeds.dtype).expand(config.n_head, -1)
 
 
 class Distances(NamedTuple):
@@ -138,14 +152,16 @@ class RelativeSinusoids(Positions):
 
     @staticmethod
     def distances(model: Any, key_length: int, embeds: Tensor, clamp_len: int) -> list[Distances]:
+        config, dropout = model.config, model.position_dropout
         # Dropout draws for each distance by itself.
-        dropout = model.position_dropout
         draws = dropout.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1) > 0
-        length = _different(key_length, clamp_len + 1) if clamp_len > 0 and not draws else key_length
-        shared = Distances(dropout(sinusoids_of_distances(length, embeds, clamp_len)))
-        if not model.config.untie_r:
+        decay = decay_of_distances(key_length, config, embeds) if config.decay_len > 0 else None
+        shares = clamp_len > 0 and not draws and decay is None and not _is_symbol()
+        length = min(key_length, clamp_len + 1) if shares else key_length
+        shared = Distances(dropout(sinusoids_of_distances(length, embeds, clamp_len)), rel_bias=decay)
+        if not config.untie_r:
             shared = shared._replace(content_bias=model.content_bias, position_bias=model.position_bias)
-        return [shared] * model.config.n_layer
+        return [shared] * config.n_layer
 
 
 class RelativeLearned(Positions):
@@ -164,7 +180,7 @@ class RelativeLearned(Positions):
     def distances(model: Any, key_length: int, embeds: Tensor, clamp_len: int) -> list[Distances]:
         learned = model.config.n_positions
         furthest = min(clamp_len, learned) if clamp_len > 0 else learned
-        length = _different(key_length, furthest)
+        length = key_length if _is_symbol() else min(key_length, furthest)
         rows = learned - 1 - torch.arange(length - 1, -1, -1, device=embeds.device).clamp(max=furthest - 1)
         return [
             Distances(model.r_emb[i, rows], model.content_bias[i], rel_bias=model.r_bias[i, rows].T)
