@@ -447,7 +447,7 @@ def mean(numbers: list[float]) -> float:
 
 def table(rows: list[dict[str, str]], papers: Mapping[str, str] = TABLE_6) -> str:
     """The paper's columns; and the paper's own init / best @ attention length, or perplexity in Table 7."""
-    lines = ["| row | seeds | targets | init | best | at | paper |", "|---|---|---|---|---|---|---|"]
+    lines = ["| row | seeds | targets | init | best | at | beyond | paper |", "|---|---|---|---|---|---|---|---|"]
     for name in dict.fromkeys(row["row"] for row in rows):
         chosen = [row for row in rows if row["row"] == name]
         cells = [
@@ -457,12 +457,22 @@ def table(rows: list[dict[str, str]], papers: Mapping[str, str] = TABLE_6) -> st
             harness.with_range(inits(chosen, name), 2),
             harness.with_range(values(chosen, name, "best"), 2),
             ", ".join(dict.fromkeys(row["length"] for row in chosen)),
+            gain_beyond(chosen, name),
             papers.get(name, "–"),
         ]
         # Within a figure no line breaks.
         cells = [cell if ", " in cell else cell.replace(" ", "\u202f") for cell in cells]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def gain_beyond(rows: list[dict[str, str]], name: str) -> str:
+    """How much perplexity falls beyond the attention length of training, and for how many of a row's seeds it does."""
+    longer = [int(row["length"]) > training_length(ROWS[name], int(row["segment"])) for row in rows]
+    # What a shorter length gains is no gain beyond it.
+    found = zip(inits(rows, name), values(rows, name, "best"), longer, strict=False)
+    gains = [(init - best) * further for init, best, further in found]
+    return f"{f'{mean(gains):+.2f}' if gains else '–'} ({sum(longer)} of {len(longer)})"
 
 
 def spread_of(*rows: list[float]) -> float | None:
@@ -479,14 +489,6 @@ def orders(rows: list[dict[str, str]]) -> str:
             difference = mean(others) - mean(ours)
             said = verdict(difference, spread_of(ours, others))
             lines.append(f"* {better} before {worse}: {said} ({difference:+.2f})")
-    for name in dict.fromkeys(row["row"] for row in rows):
-        chosen = [row for row in rows if row["row"] == name]
-        longer = [int(row["length"]) > training_length(ROWS[name], int(row["segment"])) for row in chosen]
-        # What a shorter length gains is no gain beyond it.
-        found = zip(inits(chosen, name), values(chosen, name, "best"), longer, strict=False)
-        gains = [(init - best) * further for init, best, further in found]
-        gain = f"{mean(gains):+.2f}" if gains else "–"
-        lines.append(f"* {name} gains beyond the length of training: {sum(longer)} of {len(longer)} seeds ({gain})")
     return (
         "Orders of the paper, by the best perplexity. An order holds where the means differ by more than the seeds of "
         "either row do:\n\n"

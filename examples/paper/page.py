@@ -52,10 +52,11 @@ ABLATION = """\
 A row's name says whether there is recurrence, whose encoding, and the loss. Equal steps on the same text in the same
 order: a row with half losses learns from half as many targets, and one with longer segments from more. Rows named
 `-longer` and `-shorter` have other steps and equal targets. `init` is the perplexity at the attention length of
-training, `best` the lowest over the lengths and `at` the shortest where it is reached, each by validation text; after
-± is half of what lies between the lowest and the highest seed. Rows named `-176` and `-172` have no `init`, here as in
-the paper: no length that is scored is that of their segments. The last column has the paper's init / best @ attention
-length, of far larger models. {done} of {planned} runs are done.
+training, `best` the lowest over the lengths, `at` the shortest where it is reached, and `beyond` the gain beyond the
+length of training with the number of seeds that have one, all of the validation text; after ± is half of what lies
+between the lowest and the highest seed. Rows named `-176` and `-172` have no `init`, here as in the paper: no length
+that is scored is that of their segments. The last column has the paper's init / best @ attention length, of far larger
+models. {done} of {planned} runs are done.
 
 Pairs with unequal targets are listed again with equal ones (`-longer`, `-shorter`) where such a run exists. It does
 not for full before half losses of the encodings ours and Shaw's: there the better row has read twice as much. An order
