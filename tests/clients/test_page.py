@@ -39,7 +39,6 @@ SHORTER = {"recurrent_ppo.py": " --steps 512"}
 # Some of what the blocks of a section print.
 PRINTED = {
     "Generate": [f"{name}: def main(" for name in ("pipeline", "batch", "beams", "stop string", "assistant")],
-    "Refusals": ["continuous batching", "nothing reads: mem"],
     "Tokenizers": ["<unk> <pad> <eos>"],
     "Serve": ['"content":', " tokens in ", "streamed: "],
     "Trainer": ["train_loss"],
