@@ -35,6 +35,7 @@ PAGES = {
 # Files that pages link, and that the site has too.
 FILES = (".png", ".csv", ".txt")
 DEFAULT = re.compile(r"<code>option\((?:&#39;|&#34;).*?(?:&#39;|&#34;)(?:, ([^<]*))?\)</code>")
+PICTURE = re.compile(r'(<img [^>]*src="([^"]+)"[^>]*>)')
 TYPE_MARKS = re.compile(r"`|, \*optional\*.*")
 # Options, commands and dates, which no line break divides.
 WORD = re.compile(r"(?<=[\s>([])(--[a-zA-Z][\w-]*|txl-\w+|\d{4}-\d\d-\d\d)(?=[\s<,.;:)\]=])")
@@ -98,8 +99,9 @@ def help_of_commands() -> str:
 
 def on_page_content(html: str, **_) -> str:
     """Types of arguments without the marks that they have in docstrings of the kind transformers writes, defaults
-    without the help beside them, and `WORD` in one piece.
+    without the help beside them, pictures that open in their own size, and `WORD` in one piece.
     """
     html = DEFAULT.sub(lambda match: f"<code>{match[1] or 'None'}</code>", html)
     html = re.sub(r"<code>(`[^<]*)</code>", lambda match: f"<code>{TYPE_MARKS.sub('', match[1])}</code>", html)
+    html = PICTURE.sub(r'<a href="\2">\1</a>', html)
     return WORD.sub(r'<span class="word">\1</span>', html)
