@@ -42,7 +42,6 @@ PRINTED = {
     "Tokenizers": ["<unk> <pad> <eos>"],
     "Serve": ['"content":', " tokens in ", "streamed: "],
     "Trainer": ["train_loss"],
-    "Model cards": ["name: Perplexity", "split: validation"],
     "TRL": ["mean_token_accuracy", "rewards/chosen", "rewards/brackets"],
     "PEFT": [f"{kind}: trainable params" for kind in ("LORA", "ADALORA", "PROMPT_TUNING", "P_TUNING")],
     "Quantise": ["Linear4bit"],
