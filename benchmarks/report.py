@@ -747,7 +747,9 @@ def plot_speed() -> None:
 
     machines = newest_machines("model.csv", lambda run: "legacy" in run)
     colors = {"ours": "C0", "gpt2": "C1", "floor": "C2"}
-    figure, axes = plt.subplots(1, len(machines), figsize=(11, 8), layout="constrained", sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(machines), figsize=(10, 9), layout="constrained", sharex=True, sharey=True, squeeze=False
+    )
     names = list(dict.fromkeys(name for _, runs in machines.values() for name in runs))
     for panel, (maker, (_, runs)) in zip(axes.flat, machines.items(), strict=True):
         for name, run in runs.items():
@@ -756,13 +758,15 @@ def plot_speed() -> None:
                     ratio = float(run[contender]["times_legacy_p50"])
                     panel.barh(names.index(name) + 0.27 * offset, ratio, 0.27, color=color)
         panel.axvline(1, color="C7", linestyle="--")
-        panel.set_title(maker, fontsize=14)
-        panel.set_xlabel("speed, legacy transformers = 1", fontsize=13)
-        panel.tick_params(labelsize=12)
+        panel.set_title(f"{maker} CPU", fontsize=15)
+        panel.set_xlabel("speed, times transformers 4.35.2", fontsize=14)
+        panel.tick_params(labelsize=13)
+        panel.set_ylim(-0.5, len(names))
     axes[0, 0].set_yticks([position + 0.27 for position in range(len(names))], names)
     axes[0, 0].invert_yaxis()
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
-    figure.legend(handles, ["txl_hf", "GPT-2", "floor"], loc="outside upper left", ncols=3, fontsize=13)
+    labels = ["txl_hf", "GPT-2 of the same size", "txl_hf with plain attention (floor)"]
+    figure.legend(handles, labels, loc="outside upper left", ncols=3, fontsize=14, frameon=False)
     save(figure, "speed.png")
 
 
@@ -770,7 +774,7 @@ def plot_growth() -> None:
     """Milliseconds of a step and its memory against the length of the memory, and of a token against the text."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4.5), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(10, 4.2), layout="constrained")
     panels = {("memory", "seconds_p50"): axes[0], ("memory", "peak_mib"): axes[1], ("text", "seconds_p50"): axes[2]}
     for _, runs in newest_machines("growth.csv").values():
         for run in runs.values():
@@ -784,12 +788,16 @@ def plot_growth() -> None:
     for place, label, length in zip(
         axes, names, ("memory, tokens", "memory, tokens", "tokens read so far"), strict=True
     ):
-        place.set_xlabel(length, fontsize=13)
-        place.set_ylabel(label, fontsize=13)
-        place.tick_params(labelsize=11)
-        place.set_ylim(bottom=0)
-        place.xaxis.set_major_locator(plt.MaxNLocator(4))
-        place.legend(fontsize=12)
+        place.set_xlabel(length, fontsize=14)
+        place.set_ylabel(label, fontsize=14)
+        place.tick_params(labelsize=13)
+        place.set_ylim(0, 1.1 * place.get_ylim()[1])
+        place.xaxis.set_major_locator(plt.MaxNLocator(3))
+        for axis in (place.xaxis, place.yaxis):
+            if axis.get_view_interval()[1] > 1000:
+                axis.set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        if place is not axes[2]:
+            place.legend(fontsize=13, loc="upper left")
     save(figure, "growth.png")
 
 

@@ -25,23 +25,36 @@ PAGES = {
     "examples/results/schedules.md": "results-schedules.md",
     "examples/results/music/README.md": "music-results.md",
     "examples/results/paper/README.md": "paper.md",
+    "examples/results/agents/repeat_previous_medium/README.md": "agent-medium.md",
+    "examples/results/agents/repeat_previous_hard/README.md": "agent-hard.md",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/results/README.md": "measurements.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
+# Files that pages link, and that the site has too.
+FILES = (".png", ".csv", ".txt")
+DEFAULT = re.compile(r"<code>option\((?:&#39;|&#34;).*?(?:&#39;|&#34;)(?:, ([^<]*))?\)</code>")
+PICTURE = re.compile(r'(<img [^>]*src="([^"]+)"[^>]*>)')
+TYPE_MARKS = re.compile(r"`|, \*optional\*.*")
+# Options, commands and dates, which no line break divides.
+WORD = re.compile(r"(?<=[\s>([])(--[a-zA-Z][\w-]*|txl-\w+|\d{4}-\d\d-\d\d)(?=[\s<,.;:)\]=])")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages, and the pictures they show."""
-    for source, page in PAGES.items():
-        text = (ROOT / source).read_text(encoding="utf-8")
-        for _, _, target, _ in LINK.findall(text):
-            if target.endswith(".png") and not target.startswith("docs/"):
-                picture = PurePosixPath(source).parent / target
-                files.append(File.generated(config, str(picture), abs_src_path=str(ROOT / picture)))
-        files.append(File.generated(config, page, content=rewrite_links(text, PurePosixPath(source).parent)))
+    """Add the pages, and the pictures and rows that they link."""
+    others = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    linked = set()
+    for source in (*PAGES, *others):
+        text, folder = (ROOT / source).read_text(encoding="utf-8"), (ROOT / source).parent
+        linked |= {(folder / target).resolve() for _, _, target, _ in LINK.findall(text) if target.endswith(FILES)}
+        if source in PAGES:
+            content = rewrite_links(text, PurePosixPath(source).parent)
+            files.append(File.generated(config, PAGES[source], content=content))
+    for path in linked:
+        if not path.is_relative_to(ROOT / "docs"):
+            files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files
 
 
@@ -51,8 +64,8 @@ def rewrite_links(text: str, folder: PurePosixPath) -> str:
     def link(match: re.Match) -> str:
         picture, shown, target, anchor = match.groups()
         path = (ROOT / folder / target).resolve().relative_to(ROOT).as_posix()
-        if picture:
-            return f"![{shown}]({path.removeprefix('docs/')})"
+        if picture or path.endswith(FILES):
+            return f"{picture}[{shown}]({path.removeprefix('docs/')})"
         path = f"{path}/README.md" if f"{path}/README.md" in PAGES else path
         if path in PAGES or path.startswith("docs/"):
             return f"[{shown}]({PAGES.get(path, path.removeprefix('docs/'))}{anchor or ''})"
@@ -85,5 +98,10 @@ def help_of_commands() -> str:
 
 
 def on_page_content(html: str, **_) -> str:
-    """Types of arguments without the backticks that they have in docstrings of the kind transformers writes."""
-    return re.sub(r"<code>(`[^<]*)</code>", lambda match: f"<code>{match[1].replace('`', '')}</code>", html)
+    """Types of arguments without the marks that they have in docstrings of the kind transformers writes, defaults
+    without the help beside them, pictures that open in their own size, and `WORD` in one piece.
+    """
+    html = DEFAULT.sub(lambda match: f"<code>{match[1] or 'None'}</code>", html)
+    html = re.sub(r"<code>(`[^<]*)</code>", lambda match: f"<code>{TYPE_MARKS.sub('', match[1])}</code>", html)
+    html = PICTURE.sub(r'<a href="\2">\1</a>', html)
+    return WORD.sub(r'<span class="word">\1</span>', html)

@@ -246,7 +246,7 @@ def test_no_two_trainings_of_a_page_share_a_folder():
     for page in PAGES:
         named[page.stem] = re.findall(r'(?:Arguments|Config)\(\s*"([^"]+)"', page.read_text(encoding="utf-8"))
         assert len(named[page.stem]) == len(set(named[page.stem])), page
-    assert {"flattened", "trained", "tuned", "preferred", "rewarded"} == set(named["clients"])
+    assert {"flattened", "tuned", "preferred", "rewarded"} == set(named["clients"])
 
 
 def test_every_public_name_has_a_place_in_the_reference():

@@ -542,12 +542,7 @@ Trained by `memory_agent.py` for {result["steps"]:,} environment steps:
 
 
 def tabulate(folder: Path):
-    """agents.csv, a row for each finished run; curves.csv, the returns of all; agents.png, curves and their spread."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """agents.csv, a row for each finished run; curves.csv, the returns of all; agents.png, those of finished runs."""
     returns: list[dict[str, Any]] = []
     for path in sorted(folder.glob("*/checkpoint.pt")):
         found = torch.load(path, weights_only=True)
@@ -580,24 +575,41 @@ def tabulate(folder: Path):
     runs: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
         runs[result["env"]][result["memory"]].append(result)
-    figure, axes = plt.subplots(1, len(runs), figsize=(5 * len(runs), 3.5), layout="constrained", squeeze=False)
-    for axis, (env, memories) in zip(axes[0], runs.items(), strict=True):
+    for env, memories in runs.items():
         for memory, each in memories.items():
-            steps = np.linspace(0, max(result["steps"] for result in each), 60)[1:]
-            # Where no episode has ended there is none.
-            curves = [np.interp(steps, *np.array(result["curve"]).T) for result in each if result["curve"]]
-            if curves:
-                mean, spread = np.mean(curves, 0), np.std(curves, 0)
-                axis.plot(steps, mean, label=f"{memory} ({len(curves)} seeds)")
-                axis.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
             held_out = [result["held_out"] for result in each]
             print(f"{env:>18} {memory:>11} {np.mean(held_out):7.3f} ± {np.std(held_out):.3f} of {len(each)} seeds")
-        axis.set_title(env)
-        axis.set_xlabel("environment steps")
-        axis.set_ylabel("return of an episode")
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend()
-    with whole_file(folder / "agents.png") as aside:
+    finished = {(result["env"], result["memory"], result["seed"]) for result in results}
+    plot([row for row in returns if (row["env"], row["memory"], row["seed"]) in finished], folder / "agents.png")
+
+
+def plot(rows: list[dict[str, Any]], path: Path):
+    """Returns in training, a panel for each task: the mean of the seeds, and their range."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    curves: dict[str, dict[str, dict[Any, list[tuple[float, float]]]]] = {}
+    for row in rows:
+        seeds = curves.setdefault(row["env"], {}).setdefault(row["memory"], {})
+        seeds.setdefault(row["seed"], []).append((float(row["steps"]) / 1e3, float(row["return"])))
+    count = max(1, len(curves))
+    figure, axes = plt.subplots(1, count, figsize=(5 * count, 4), layout="constrained", squeeze=False, sharey=True)
+    for axis, (env, memories) in zip(axes[0], curves.items(), strict=False):
+        for memory, seeds in memories.items():
+            steps = np.linspace(0, max(points[-1][0] for points in seeds.values()), 60)[1:]
+            each = [np.interp(steps, *np.array(points).T) for points in seeds.values()]
+            label = f"{memory}, {len(each)} seed{'s' * (len(each) > 1)}"
+            axis.plot(steps, np.mean(each, 0), linewidth=2, label=label)
+            axis.fill_between(steps, np.min(each, 0), np.max(each, 0), alpha=0.2)
+        axis.set_title(env.replace("_", " "), fontsize=15)
+        axis.set_xlabel("environment steps, thousands", fontsize=14)
+        axis.tick_params(labelsize=13)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=13)
+    axes[0, 0].set_ylabel("return of an episode", fontsize=14)
+    with whole_file(path) as aside:
         figure.savefig(aside, dpi=110, format="png")
     plt.close(figure)
 

@@ -219,18 +219,21 @@ def draw(score: symusic.Score, path: Path, title: str):
     bars = np.arange(1, 1 + len(lines))
     # The instruments' names stand beside the notes, one below the other.
     count = len(score.tracks)
-    figure, axes = plt.subplots(figsize=(12, max(4, 0.25 * count)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(11, max(4, 0.3 * count)), layout="constrained")
     colours = plt.get_cmap("tab10" if count <= 10 else "tab20") if count <= 20 else plt.get_cmap("turbo", count)
     for i, track in enumerate(score.tracks):
         notes = track.notes.numpy()
         starts, ends = (np.interp(time, lines, bars) for time in (notes["time"], notes["time"] + notes["duration"]))
         # A little shorter, so that repeated notes can be told apart.
         axes.barh(notes["pitch"], 0.93 * (ends - starts), 0.9, starts, color=colours(i), label=track.name)
-    axes.set(xlabel="bar", ylabel="MIDI pitch", title=title)
+    axes.set_title(title, fontsize=15)
+    axes.set_xlabel("bar", fontsize=14)
+    axes.set_ylabel("MIDI pitch", fontsize=14)
+    axes.tick_params(labelsize=13)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if count:
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=13)
     figure.savefig(path, dpi=100)
     plt.close(figure)
 

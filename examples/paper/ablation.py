@@ -9,8 +9,8 @@ All rows see the same text in the same order and take equally many optimiser ste
 half as many targets, and one with longer segments more; each row of `rows.csv` says both. Rows named `-longer` and
 `-shorter` have the steps that make targets equal instead. A run that was stopped goes on where it was: the same
 command again. Models are kept in `--work`, results in `--output`: `rows.csv`, `curves.csv` (perplexity by attention
-length), `curves.png`, and `log.txt`. The tables, with the paper's figures beside ours and what holds of its orders,
-are printed.
+length), `curves.png` and `curves_shuffled.png`, and `log.txt`. The tables, with the paper's figures beside ours and
+what holds of its orders, are printed.
 
 Attention length n is, with recurrence, a memory of n that each query sees exactly (`same_length`); without, a window
 of n tokens of which the last quarter is scored (with `--exact` the last one). All lengths score the same tokens; the
@@ -66,6 +66,26 @@ TABLE = [name for name, row in ROWS.items() if row.kind == "transfo-xl"]
 TABLE_6 = {name: row.paper for name, row in ROWS.items()}
 TABLE_7 = {"recurrence-ours-full": "25.2", "recurrence-shaw-full": "25.7", "none-ours-full": "27.1"}
 CONTROL = list(TABLE_7)
+# Panels of `curves.png`. The rows that are in none have another number of steps, or the same line as one of these.
+PANELS = {
+    "encodings without recurrence": ["none-ours-full", "none-shaw-full", "none-vaswani-full", "none-al-rfou-full"],
+    "recurrence": ["recurrence-ours-full", "recurrence-shaw-full", "recurrence-vaswani-full", "none-ours-full"],
+    "half losses": [
+        "recurrence-ours-half",
+        "none-ours-half",
+        "none-shaw-half",
+        "none-vaswani-half",
+        "none-al-rfou-half",
+    ],
+    "longer segments (Table 10)": [
+        "recurrence-ours-full",
+        "none-ours-full-176",
+        "none-ours-full-176-shorter",
+        "recurrence-ours-half",
+        "none-ours-half-172",
+        "none-ours-half-172-shorter",
+    ],
+}
 # (better, worse) by the best perplexity in Table 6.
 ORDERS = [
     ("recurrence-ours-full", "none-ours-full"),
@@ -366,7 +386,7 @@ def perplexity_at(model: TransfoXLForCausalLM, token_ids, kind: str, length: int
 
 
 def report(output: Path):
-    """Print the tables, and write curves.png, from the rows."""
+    """Print the tables, and draw the curves, from the rows."""
     rows = harness.read(output / "rows.csv")
     texts = dict.fromkeys(row["text"] for row in rows)
     parts = [
@@ -377,7 +397,7 @@ def report(output: Path):
     print("\n".join(parts))
     # An LSTM and a GPT-2 have none.
     if curves := harness.read(output / "curves.csv"):
-        plot(curves, output / "curves.png")
+        plot(curves, output)
 
 
 def of(rows: list[dict[str, str]], text: str) -> list[dict[str, str]]:
@@ -427,7 +447,7 @@ def mean(numbers: list[float]) -> float:
 
 def table(rows: list[dict[str, str]], papers: Mapping[str, str] = TABLE_6) -> str:
     """The paper's columns; and the paper's own init / best @ attention length, or perplexity in Table 7."""
-    lines = ["| row | seeds | targets | init | best | at | paper |", "|---|---|---|---|---|---|---|"]
+    lines = ["| row | seeds | targets | init | best | at | beyond | paper |", "|---|---|---|---|---|---|---|---|"]
     for name in dict.fromkeys(row["row"] for row in rows):
         chosen = [row for row in rows if row["row"] == name]
         cells = [
@@ -437,12 +457,22 @@ def table(rows: list[dict[str, str]], papers: Mapping[str, str] = TABLE_6) -> st
             harness.with_range(inits(chosen, name), 2),
             harness.with_range(values(chosen, name, "best"), 2),
             ", ".join(dict.fromkeys(row["length"] for row in chosen)),
+            gain_beyond(chosen, name),
             papers.get(name, "–"),
         ]
         # Within a figure no line breaks.
         cells = [cell if ", " in cell else cell.replace(" ", "\u202f") for cell in cells]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def gain_beyond(rows: list[dict[str, str]], name: str) -> str:
+    """How much perplexity falls beyond the attention length of training, and for how many of a row's seeds it does."""
+    longer = [int(row["length"]) > training_length(ROWS[name], int(row["segment"])) for row in rows]
+    # What a shorter length gains is no gain beyond it.
+    found = zip(inits(rows, name), values(rows, name, "best"), longer, strict=False)
+    gains = [(init - best) * further for init, best, further in found]
+    return f"{f'{mean(gains):+.2f}' if gains else '–'} ({sum(longer)} of {len(longer)})"
 
 
 def spread_of(*rows: list[float]) -> float | None:
@@ -459,14 +489,6 @@ def orders(rows: list[dict[str, str]]) -> str:
             difference = mean(others) - mean(ours)
             said = verdict(difference, spread_of(ours, others))
             lines.append(f"* {better} before {worse}: {said} ({difference:+.2f})")
-    for name in dict.fromkeys(row["row"] for row in rows):
-        chosen = [row for row in rows if row["row"] == name]
-        longer = [int(row["length"]) > training_length(ROWS[name], int(row["segment"])) for row in chosen]
-        # What a shorter length gains is no gain beyond it.
-        found = zip(inits(chosen, name), values(chosen, name, "best"), longer, strict=False)
-        gains = [(init - best) * further for init, best, further in found]
-        gain = f"{mean(gains):+.2f}" if gains else "–"
-        lines.append(f"* {name} gains beyond the length of training: {sum(longer)} of {len(longer)} seeds ({gain})")
     return (
         "Orders of the paper, by the best perplexity. An order holds where the means differ by more than the seeds of "
         "either row do:\n\n"
@@ -481,31 +503,42 @@ def verdict(difference: float, spread: float | None) -> str:
     return "holds" if difference > 0 else "does not hold"
 
 
-def plot(curves: list[dict[str, str]], path: Path):
-    """Perplexity by attention length (Figure 4b), the mean over the seeds; one panel a text."""
-    texts = list(dict.fromkeys(row["text"] for row in curves))
-    figure, axes = plt.subplots(1, len(texts), figsize=(6.5 * len(texts), 6.5), layout="constrained", squeeze=False)
-    colors = plt.get_cmap("tab20")
-    for axis, text in zip(axes[0], texts, strict=True):
-        for number, name in enumerate(ROWS):
-            points: dict[int, list[float]] = {}
-            for row in curves:
-                if (row["text"], row["row"], row["protocol"]) == (text, name, protocol(ROWS[name])):
-                    points.setdefault(int(row["length"]), []).append(float(row["perplexity"]))
-            if points:
-                lengths = sorted(points)
+def plot(curves: list[dict[str, str]], output: Path):
+    """Perplexity by attention length (Figure 4b): a picture a text, the mean over the seeds, and their range."""
+    points: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for row in curves:
+        if row["protocol"] == protocol(ROWS[row["row"]]):
+            lengths = points.setdefault((row["text"], row["row"]), {})
+            lengths.setdefault(int(row["length"]), []).append(float(row["perplexity"]))
+    for text in dict.fromkeys(text for text, _ in points):
+        panels = {"sentences shuffled": CONTROL} if SHUFFLED in text else PANELS
+        found = {title: [name for name in names if (text, name) in points] for title, names in panels.items()}
+        found = {title: names for title, names in found.items() if names}
+        if not found:
+            continue
+        columns = min(2, len(found))
+        lines = -(-len(found) // columns)
+        size = (5.5 * columns, 5.5 * lines)
+        figure, axes = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+        for axis in axes.flat[len(found) :]:
+            axis.set_axis_off()
+        for axis, (title, names) in zip(axes.flat, found.items(), strict=False):
+            for name in names:
+                lengths, seeds = zip(*sorted(points[text, name].items()), strict=True)
                 style = "-" if ROWS[name].recurrence else "--"
-                means = [mean(points[n]) for n in lengths]
-                axis.plot(lengths, means, style, marker="o", markersize=3, color=colors(number), label=name)
-        axis.set_title(text, fontsize="medium")
-        axis.set_xlabel("attention length (tokens)")
-        axis.set_ylabel("validation perplexity")
-        axis.grid(alpha=0.3)
-        # Below the lines, of which there are as many as the legend has names.
-        axis.legend(fontsize="x-small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+                [line] = axis.plot(lengths, list(map(mean, seeds)), style, marker="o", label=name)
+                axis.fill_between(
+                    lengths, list(map(min, seeds)), list(map(max, seeds)), color=line.get_color(), alpha=0.2
+                )
+            axis.set_title(title, fontsize=15)
+            axis.set_xlabel("attention length, tokens", fontsize=14)
+            axis.set_ylabel("validation perplexity", fontsize=14)
+            axis.tick_params(labelsize=13)
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize=12, loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False)
+        output.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output / ("curves_shuffled.png" if SHUFFLED in text else "curves.png"), dpi=120)
+        plt.close(figure)
 
 
 if __name__ == "__main__":

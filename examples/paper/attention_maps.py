@@ -1,4 +1,4 @@
-"""Where the heads look (Figures 5 to 7, Appendix D): by distance, over a text, and what each term of the score adds.
+"""Where the heads look (Figures 5 and 7, Appendix D): by distance, and what each term of the score adds.
 
     python examples/paper/attention_maps.py                       # the miniature's model with recurrence
     python examples/paper/attention_maps.py --model wt103 --data data/wikitext-103 --memory_length 640 \
@@ -6,13 +6,12 @@
     python examples/paper/attention_maps.py --smoke --output build/maps
 
 Any checkpoint with the relative encoding will do, a converted one too. Every query sees as many keys as the memory is
-long (`same_length`). `attention_heads.png` has a row for each head, first layer on top, and the attention at each
-distance, the mean over all queries (Figure 5). `attention_text.png` has for the widest head of the first, the middle
-and the last third of the layers the attention of consecutive words to all that they see, the highest fifth of each in
-red (Figure 6). `attention_terms.png` has the terms (a), (b) and (d) of Section 3.3, each as if it were the whole score
-(Figure 7; the paper leaves out (c) too). `attention.csv` has the numbers: for each head and term the share of the
-attention that is within a tenth of the span, the mean distance in spans (uniform: 0.5), and the entropy as a share of
-that of uniform attention; and of each term how its curve over the distances correlates with that of the whole.
+long (`same_length`). `attention_terms.png` has a row for each head, first layer on top, and the attention at each
+distance, the mean over all queries (Figure 5): of the whole score, and of the terms (a), (b) and (d) of Section 3.3,
+each as if it were the whole score (Figure 7; the paper leaves out (c) too). All have one scale of colours.
+`attention.csv` has the numbers: for each head and term the share of the attention that is within a tenth of the span,
+the mean distance in spans (uniform: 0.5), and the entropy as a share of that of uniform attention; and of each term
+how its curve over the distances correlates with that of the whole.
 """
 
 import argparse
@@ -27,7 +26,7 @@ import matplotlib
 import numpy as np
 import torch
 import transformers
-from matplotlib.ticker import MaxNLocator
+from matplotlib.colors import LogNorm
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -52,7 +51,7 @@ import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
 
 PARTS = ("whole", "a", "b", "d")
 TITLES = {"whole": "whole score", "a": "(a) content", "b": "(b) position by content", "d": "(d) position"}
-# Queries in a picture of a text.
+# Queries of a segment.
 WORDS = 20
 
 
@@ -101,13 +100,11 @@ class Recorder:
 
     Attributes:
         sums: {part of the score: (layers, heads, span)}, attention by distance, over `queries` queries.
-        last: (layers, heads, L, span) the whole attention of the newest segment, by distance.
     """
 
     def __init__(self, layers: int, heads: int, span: int):
         self.layers, self.span, self.calls, self.queries = layers, span, 0, 0
         self.sums = {part: torch.zeros(layers, heads, span, dtype=torch.float64) for part in PARTS}
-        self.last: dict[int, Tensor] = {}
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         layer, self.calls = self.calls % self.layers, self.calls + 1
@@ -123,8 +120,6 @@ class Recorder:
             for part, share in shares.items():
                 by_distance = share.cpu().gather(-1, columns.expand(*share.shape[:2], L, self.span))
                 self.sums[part][layer] += by_distance.double().sum((0, 2))
-                if part == "whole":
-                    self.last[layer] = by_distance[-1]
             self.queries += whole.shape[0] * L if layer == 0 else 0
         return shares["whole"] @ inputs.value, shares["whole"]
 
@@ -237,19 +232,6 @@ def rounded(figures: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in figures.items()}
 
 
-def widest(whole: Tensor) -> list[tuple[int, int]]:
-    """(layer, head) with the furthest mean distance in the first, the middle and the last third of the layers."""
-    layers = len(whole)
-    distance = torch.arange(whole.shape[-1], dtype=torch.float64)
-    far = (whole * distance).sum(-1)
-    parts = np.array_split(np.arange(layers), min(3, layers))
-    found = []
-    for part in parts:
-        best = int(far[list(part)].argmax())
-        found.append((int(part[0]) + best // whole.shape[1], best % whole.shape[1]))
-    return found
-
-
 # ---- results ----------------------------------------------------------------------------------------------------
 
 
@@ -262,9 +244,7 @@ def report(recorder: Recorder, name: str, options: argparse.Namespace):
     harness.append(path, [{**origin, "span": recorder.span, "queries": recorder.queries, **row} for row in rows])
     text = table([{key: str(value) for key, value in row.items()} for row in rows], recorder.span)
     print(text)
-    plot_heads(means["whole"], options.output / "attention_heads.png", name)
-    plot_text(recorder, means["whole"], options.output / "attention_text.png")
-    plot_terms(means, options.output / "attention_terms.png")
+    plot(means, options.output / "attention_terms.png")
 
 
 def table(rows: list[dict[str, str]], span: int) -> str:
@@ -283,54 +263,29 @@ def table(rows: list[dict[str, str]], span: int) -> str:
     return "\n".join(lines)
 
 
-def draw_heads(axis, means: Tensor, title: str):
-    """(layers, heads, span) as a row a head, the furthest distance left, dark where attention is high."""
-    rows = means.flatten(0, 1).flip(-1)
-    axis.imshow(rows.clamp(min=1e-6).log10().numpy(), aspect="auto", cmap="Blues", interpolation="nearest")
-    axis.set_title(title, fontsize="medium")
-    span = rows.shape[1]
-    ticks = [0, span // 2, span - 1]
-    axis.set_xticks(ticks, [str(span - 1 - tick) for tick in ticks])
-    axis.set_yticks([0, len(rows) - 1], ["1", str(len(rows))])
-    axis.set_xlabel("distance (tokens)")
-    axis.set_ylabel("head")
-
-
-def plot_heads(whole: Tensor, path: Path, name: str):
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    draw_heads(axis, whole, f"attention by distance, log scale: {name}")
-    save(figure, path)
-
-
-def plot_text(recorder: Recorder, whole: Tensor, path: Path):
-    chosen = widest(whole)
-    figure, axes = plt.subplots(1, len(chosen), figsize=(5 * len(chosen), 5), layout="constrained", squeeze=False)
-    for axis, (layer, head) in zip(axes[0], chosen, strict=True):
-        by_distance = recorder.last[layer][head]
-        L, span = by_distance.shape
-        # By place in the text: all rows share their columns, of which each sees its own part.
-        places = torch.full((L, span + L - 1), torch.nan)
-        for i, row in enumerate(by_distance):
-            places[i, i : i + span] = row.flip(0)
-        axis.imshow(places.numpy(), aspect="auto", cmap="Blues", interpolation="nearest")
-        high = by_distance.quantile(0.8, dim=1)
-        red = torch.where(places > high[:, None], 1.0, torch.nan)
-        axis.imshow(red.numpy(), aspect="auto", cmap="autumn", interpolation="nearest", alpha=0.6)
-        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.set_ylabel("consecutive targets")
-        axis.set_title(f"layer {layer + 1}, head {layer * whole.shape[1] + head + 1}", fontsize="medium")
-        axis.set_xlabel("place in the text, the memory first")
-    save(figure, path)
-
-
-def plot_terms(means: dict[str, Tensor], path: Path):
-    figure, axes = plt.subplots(1, len(PARTS), figsize=(4 * len(PARTS), 4), layout="constrained")
-    for axis, part in zip(axes, PARTS, strict=True):
-        draw_heads(axis, means[part], TITLES[part])
-    save(figure, path)
-
-
-def save(figure, path: Path):
+def plot(means: dict[str, Tensor], path: Path):
+    """Each part of the score: (layers, heads, span) as a row a head, darker for more attention, on one log scale."""
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained", sharex=True, sharey=True)
+    largest = max(float(values.max()) for values in means.values())
+    norm = LogNorm(max(1e-4, min(float(values.min()) for values in means.values())), largest, clip=True)
+    for axis, part in zip(axes.flat, PARTS, strict=True):
+        rows = means[part].flatten(0, 1)
+        count, span = rows.shape
+        # From the furthest distance to the query's own place.
+        edges = (span - 0.5, -0.5, count + 0.5, 0.5)
+        image = axis.imshow(
+            rows.flip(-1).numpy(), aspect="auto", cmap="Blues", norm=norm, interpolation="nearest", extent=edges
+        )
+        axis.set_title(TITLES[part], fontsize=15)
+        axis.set_yticks([1, count])
+        axis.tick_params(labelsize=13)
+    for axis in axes[1]:
+        axis.set_xlabel("distance, tokens", fontsize=14)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("head", fontsize=14)
+    bar = figure.colorbar(image, ax=axes)
+    bar.set_label("attention, mean over queries", fontsize=14)
+    bar.ax.tick_params(labelsize=13)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -1,4 +1,4 @@
-"""Relative effective context length (Table 8, Appendix C; Figures 3 and 4a): how far back does each model look?
+"""Relative effective context length (Table 8, Appendix C): how far back does each model look?
 
     python examples/paper/context_length.py                # the group of the miniature, trained where it is missing
     python examples/paper/context_length.py --models runs/wt103 runs/lstm --data data/wikitext-103 --contexts 1000 \
@@ -179,30 +179,26 @@ def furthest(model: Any, longest: int) -> int:
 # ---- Appendix C -------------------------------------------------------------------------------------------------
 
 
-def gains(losses: Tensor, i: int, r: float, relative: bool = True) -> tuple[Tensor, Tensor]:
-    """Of model i the gain of each step, and what it is in perplexity: exp f(c, c) - exp f(c, c').
+def gains(losses: Tensor, i: int, r: float, relative: bool = True) -> Tensor:
+    """The gain of each step of model i, (contexts - 1,): 1 - exp f(c, c') / exp f(c, c).
 
     Args:
         losses: (models, contexts, positions). r: the fraction of positions, the hardest ones.
         relative: beside the best of the group (RECL), or beside the model itself (ECL).
-
-    Returns:
-        (contexts - 1,) each.
     """
-    relative_gains, differences = [], []
+    found = []
     for k in range(losses.shape[1] - 1):
         baseline = losses[:, k].min(0).values if relative else losses[i, k]
         hard = baseline.topk(max(1, round(r * len(baseline)))).indices
         before = baseline[hard].mean().exp()
         after = torch.minimum(baseline, losses[i, k + 1])[hard].mean().exp()
-        relative_gains.append((before - after) / before)
-        differences.append(before - after)
-    return torch.stack(relative_gains), torch.stack(differences)
+        found.append((before - after) / before)
+    return torch.stack(found)
 
 
 def effective_length(losses: Tensor, contexts: list[int], i: int, r: float, relative: bool = True) -> tuple[int, bool]:
     """The first context from which a step gains less than 1 %, and whether it ended the contexts instead."""
-    gained = gains(losses, i, r, relative)[0]
+    gained = gains(losses, i, r, relative)
     short = (gained < 0.01).nonzero()
     return (contexts[int(short[0])], False) if len(short) else (contexts[-1], True)
 
@@ -247,9 +243,9 @@ def report(names: list[str], losses: Tensor, contexts: list[int], options: argpa
     path = options.output / "context_length.csv"
     path.unlink(missing_ok=True)
     harness.append(path, rows)
-    text = table([{name: str(value) for name, value in row.items()} for row in rows])
-    print(text)
-    plot(names, losses, contexts, options.output / "context_length.png")
+    written = [{name: str(value) for name, value in row.items()} for row in rows]
+    print(table(written))
+    plot(written, options.output / "context_length.png")
 
 
 def table(rows: list[dict[str, str]]) -> str:
@@ -279,19 +275,23 @@ def _shown(row: dict[str, str], name: str) -> str:
     return f"≥ {row[name]}" if row[name] == row["contexts"] else row[name]
 
 
-def plot(names: list[str], losses: Tensor, contexts: list[int], path: Path):
-    """The gain of each step beside the group (Figure 3), and perplexity by context (Figure 4a)."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for i, name in enumerate(names):
-        left.plot(contexts[1:], gains(losses, i, 0.1)[1].numpy(), marker="o", markersize=3, label=name)
-        right.plot(contexts, losses[i].mean(1).exp().numpy(), marker="o", markersize=3, label=name)
-    left.set_title("gain in perplexity beside the group, r = 0.1 (Figure 3)", fontsize="medium")
-    right.set_title("perplexity of all positions", fontsize="medium")
-    for axis in (left, right):
-        axis.set_xlabel("context (tokens)")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize="x-small")
-    left.set_yscale("symlog", linthresh=1)
+def plot(rows: list[dict[str, str]], path: Path):
+    """RECL of each model with its interval, by the fraction of positions."""
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
+    for shift, r in zip((-0.2, 0, 0.2), FRACTIONS, strict=True):
+        own = [row for row in rows if (row["measure"], float(row["r"])) == ("RECL", r)]
+        lengths, low, high = (np.array([int(row[name]) for row in own]) for name in ("length", "low", "high"))
+        places = np.arange(len(own)) + shift
+        axis.hlines(places, low, high, color=f"C{FRACTIONS.index(r)}", linewidth=3)
+        axis.plot(lengths, places, "o", markersize=9, color=f"C{FRACTIONS.index(r)}", label=f"r = {r}")
+    axis.set_yticks(range(len(names)), names, fontsize=14)
+    axis.invert_yaxis()
+    axis.set_xlim(left=0)
+    axis.set_xlabel("relative effective context length, tokens", fontsize=14)
+    axis.tick_params(axis="x", labelsize=13)
+    axis.grid(axis="x", alpha=0.3)
+    figure.legend(loc="outside upper right", ncols=len(FRACTIONS), fontsize=14, frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

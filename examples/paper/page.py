@@ -27,7 +27,7 @@ Each table and figure of [Transformer-XL](https://arxiv.org/abs/1901.02860) is o
 as a miniature on two CPU cores; **`make paper` again goes on where it was stopped**. The miniature has {layers} layers
 of {width}, segments and a memory of {segment} words, a vocabulary of {vocabulary:,} words, and {steps:,} steps of
 {streams} × {segment} words of {text}; it is post-norm, as the paper's models. It is thousands of times smaller than
-they are, so that its perplexities compare with one another and with nothing else.
+they are, so compare its perplexities with one another only.
 
 | in the paper | command | here |
 |---|---|---|
@@ -39,8 +39,8 @@ CONTENTS = [
         "[ablation](#ablation)",
     ),
     ("Table 7: where no dependency is long", "examples/paper/ablation.py --shuffled", "[control](#control)"),
-    ("Table 8, Figure 3: effective context length", "examples/paper/context_length.py", "[context](#context)"),
-    ("Figures 5 to 7: where the heads look", "examples/paper/attention_maps.py", "[attention](#attention)"),
+    ("Table 8: effective context length", "examples/paper/context_length.py", "[context](#context)"),
+    ("Figures 5 and 7: where the heads look", "examples/paper/attention_maps.py", "[attention](#attention)"),
     ("Appendix E: generated articles", "examples/paper/article.py", "[articles](#articles)"),
     ("Table 9: evaluation speed", "benchmarks/sliding_window.py", "[benchmarks](../../../benchmarks/README.md)"),
     ("Tables 1 to 4: published checkpoints", "examples/paper/published.py NAME", "[below](#published-checkpoints)"),
@@ -52,51 +52,68 @@ ABLATION = """\
 A row's name says whether there is recurrence, whose encoding, and the loss. Equal steps on the same text in the same
 order: a row with half losses learns from half as many targets, and one with longer segments from more. Rows named
 `-longer` and `-shorter` have other steps and equal targets. `init` is the perplexity at the attention length of
-training, `best` the lowest over the lengths and `at` the shortest where it is reached, each by validation text; after
-± is half of what lies between the lowest and the highest seed. Rows named `-176` and `-172` have no `init`, here as in
-the paper: no length that is scored is that of their segments. The last column has the paper's init / best @ attention
-length, of far larger models. {done} of {planned} runs are done.
+training, `best` the lowest over the lengths, `at` the shortest where it is reached, and `beyond` the gain beyond the
+length of training with the number of seeds that have one, all of the validation text; after ± is half of what lies
+between the lowest and the highest seed. Rows named `-176` and `-172` have no `init`, here as in the paper: no length
+that is scored is that of their segments. The last column has the paper's init / best @ attention length, of far larger
+models. {done} of {planned} runs are done.
 
-Some pairs stand twice in the list of orders, the second time with equal targets: what holds only there is a matter of
-how much a row has read. What holds in neither, this miniature denies; its segments have {segment} words and its models
-have read about a million at most, and which of the two is the reason we have not found out.
+Pairs with unequal targets are listed again with equal ones (`-longer`, `-shorter`) where such a run exists. It does
+not for full before half losses of the encodings ours and Shaw's: there the better row has read twice as much. An order
+that holds in no pair is denied by this miniature. Its short segments ({segment} words) or its short training (about a
+million words at most) may be the cause; they were not varied apart.
+"""
+CURVES = """\
+![Validation perplexity by attention length, four panels](curves.png)
+
+Lines are means over the seeds, shades their range; dashed lines are models without recurrence. Rows that no panel
+shows have other steps than one of these, or lie on its line; [curves.csv](curves.csv) has them all.
 """
 CONTROL = """\
 ## Control
 
-The same text with its sentences in another order: no dependency reaches from one sentence to the next, so that what
-recurrence still gains it gains from contexts that are no longer cut at segments (Section 4.2, Table 7)."""
+The sentences of the text in random order (Section 4.2, Table 7). No dependency reaches from one sentence to the next,
+so the gain of recurrence that remains comes from contexts that are not cut at segments. These rows read a random part
+of all sentences, those above the first part of each stream: compare perplexities within a table only."""
+SHUFFLED_CURVES = "![Validation perplexity by attention length, sentences shuffled](curves_shuffled.png)\n"
 CONTEXT = """\
 ## Context
 
-By Appendix C, each position read from scratch with so many words before it. At the hardest positions the measure takes
-the better of two losses, so that a model whose losses only fluctuate with the context gains too: beside each length
-belongs what the right picture says of all positions. The paper's order is its own encoding, Shaw's, no recurrence,
-absolute positions; two models whose intervals overlap are not told apart here. Its QRNN has no row.
+By Appendix C: every position is read from scratch with a given number of words before it, by one seed of each model.
+At the hardest positions the measure takes the better of two losses, so a model whose losses merely fluctuate with the
+context gains too. A long RECL is therefore no lower perplexity: compare the [curves](#ablation), where Shaw's encoding
+rises with the attention length. An ECL at the longest context has the same cause. The paper's order is its own
+encoding, Shaw's, no recurrence, absolute positions; overlapping intervals do not separate two models. Its QRNN has no
+row.
 """
+RECL = "![RECL of each model with its interval](context_length.png)\n"
 ATTENTION = """\
 ## Attention
 
-Of {model}: each query sees {span} words, {queries:,} queries. The paper says of its model that (a) alone is almost
-uniform, that (b) looks like the whole, and that (d) is flatter, nearer words first. Means over all heads, each term as
-if it were the whole score:"""
+Of one model, {model}, on {date}: {queries:,} queries, each of which sees {span} words.
+The paper says of its model that (a) alone is almost uniform, that (b) looks like the whole, and that (d) is flatter,
+nearer words first. Means over all heads, each term as if it were the whole score:"""
+TERMS = """\
+![Attention by distance for each head: whole score, (a), (b), (d)](attention_terms.png)
+
+A row is a head, the first layer's on top. All four panels have one logarithmic scale."""
 ARTICLES = """\
 ## Articles
 
-`make paper` writes the first three, unpicked, to `build/paper/articles.md`: a context of the test text, what the model
-goes on with, and what the text goes on with. They are not kept here, because most of them is the text's.
+`make paper` writes the first three to `build/paper/articles.md`, without selection: a context of the test text, the
+model's continuation, and the text's own. They are not kept here, because most of each is the text's.
 """
 LARGE = """\
 ## On a GPU
 
-The same rows at the paper's size are recipes; what tells the rows of a table apart is on the command line. The shapes
-are ours, because the paper gives the number of parameters alone.
+The rows at the paper's size are recipes with the options below. The shapes are chosen here, because the paper gives
+only numbers of parameters.
 
 ```bash
 {commands}
 ```
 
-The last rows of Table 6, one model at several attention lengths, and their columns:
+The last rows of Table 6, one model at several attention lengths:
 
 ```bash
 txl-evaluate --model runs/recurrence-ours-full --data data/wikitext-103 --memory_length 150 300 450 640 \\
@@ -106,9 +123,9 @@ txl-evaluate --model runs/recurrence-ours-full --data data/wikitext-103 --memory
 PUBLISHED = """\
 ## Published checkpoints
 
-`published.py` downloads what the authors and the Hub have, goes on after broken connections, records checksums,
-converts, evaluates with the published settings, and prints the figure beside the published one. The test text is
-yours. The suite proves the way on a server of its own; `pytest -m network` goes the real one.
+`published.py` downloads the checkpoints of the authors and of the Hub, resumes broken downloads, records checksums,
+converts, evaluates with the published settings, and prints the figure beside the published one. You supply the test
+text. The suite tests this with a local server, `pytest -m network` with the real ones.
 
 ```bash
 python examples/paper/published.py wt103 --output checkpoints --data wikitext-103/wiki.test.tokens
@@ -166,12 +183,12 @@ def page(results: Path) -> str:
         if not (chosen := ablation.of(rows, text)):
             continue
         parts.append(ABLATION.format(done=len(chosen), planned=planned, segment=sizes["segment"]))
-        parts.append(f"{ablation.table(chosen)}\n\n{ablation.orders(chosen)}\n\n![{text}](curves.png)\n")
+        parts.append(f"{ablation.table(chosen)}\n\n{ablation.orders(chosen)}\n\n{CURVES}")
     for text in texts:
         if SHUFFLED in text and (chosen := ablation.of(rows, text)):
             parts.append(control(chosen))
     if context := harness.read(results / "context_length.csv"):
-        parts.append(f"{CONTEXT}\n{context_length.table(context)}\n\n![context](context_length.png)\n")
+        parts.append(f"{CONTEXT}\n{context_length.table(context)}\n\n{RECL}")
     if heads := harness.read(results / "attention.csv"):
         parts.append(attention(heads))
     parts.append(ARTICLES)
@@ -209,15 +226,15 @@ def introduction(text: str, sizes: dict[str, int]) -> str:
 
 
 def control(rows: list[dict[str, str]]) -> str:
-    return "\n\n".join([CONTROL, ablation.table(rows, ablation.TABLE_7), ablation.orders(rows)]) + "\n"
+    parts = [CONTROL, ablation.table(rows, ablation.TABLE_7), ablation.orders(rows), SHUFFLED_CURVES]
+    return "\n\n".join(parts)
 
 
 def attention(rows: list[dict[str, str]]) -> str:
     span = int(rows[0]["span"])
-    said = ATTENTION.format(model=rows[0]["model"], span=span, queries=int(rows[0]["queries"]))
-    pictures = {"heads": "heads", "the widest heads over a text": "text", "terms": "terms"}
-    shown = [f"![{name}](attention_{file}.png)" for name, file in pictures.items()]
-    return "\n\n".join([said, attention_maps.table(rows, span), *shown]) + "\n"
+    first = rows[0]
+    said = ATTENTION.format(model=first["model"], date=first["date"], span=span, queries=int(first["queries"]))
+    return "\n\n".join([said, attention_maps.table(rows, span), TERMS]) + "\n"
 
 
 def commands() -> str:

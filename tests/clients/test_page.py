@@ -39,11 +39,9 @@ SHORTER = {"recurrent_ppo.py": " --steps 512"}
 # Some of what the blocks of a section print.
 PRINTED = {
     "Generate": [f"{name}: def main(" for name in ("pipeline", "batch", "beams", "stop string", "assistant")],
-    "Refusals": ["continuous batching", "nothing reads: mem"],
     "Tokenizers": ["<unk> <pad> <eos>"],
     "Serve": ['"content":', " tokens in ", "streamed: "],
     "Trainer": ["train_loss"],
-    "Model cards": ["name: Perplexity", "split: validation"],
     "TRL": ["mean_token_accuracy", "rewards/chosen", "rewards/brackets"],
     "PEFT": [f"{kind}: trainable params" for kind in ("LORA", "ADALORA", "PROMPT_TUNING", "P_TUNING")],
     "Quantise": ["Linear4bit"],

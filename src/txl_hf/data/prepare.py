@@ -6,15 +6,14 @@
     txl-prepare --corpus wikitext-2 --input wikitext-2 --tokenizer gpt2 --output data/gpt2
     txl-prepare --corpus midi --input midi-files --transpose 5 --output data/music
 
-| corpus | as distributed | symbols | vocabulary |
-|---|---|---|---|
-| `wikitext-103` | `wiki.{train,valid,test}.tokens` | words, `<eos>` ends each line | of the training text |
-| `wikitext-2` | the same | the same | of all three texts |
-| `ptb` | `ptb.{train,valid,test}.txt` | the same, in lower case | of all three texts |
-| `lm1b` | `news.en-*`, `news.en.heldout-00000-of-00050` | words, `<S>` begins and ends each line | see below |
-| `enwik8` | the file `enwik8`, 100,000,000 bytes | bytes without line feeds | of all three texts |
-| `text8` | the file `text8`, 100,000,000 characters | letters, and `_` for a space | of all three texts |
-| `text` | one file; a file or more for each of train, valid and test; or others | `--mode` | of the training text |
+    corpus        as distributed                             symbols                      vocabulary
+    wikitext-103  wiki.{train,valid,test}.tokens             words, <eos> ends each line  of the training text
+    wikitext-2    the same                                   the same                     of all three texts
+    ptb           ptb.{train,valid,test}.txt                 the same, in lower case      of all three texts
+    lm1b          news.en-*, news.en.heldout-00000-of-00050  words, <S> around each line  see below
+    enwik8        a file of 100,000,000 bytes                bytes without line feeds     of all three texts
+    text8         a file of 100,000,000 characters           letters, and _ for a space   of all three texts
+    text          one file, or files for train, valid, test  as --mode says               of the training text
 
 Symbols are numbered by frequency, the most frequent first, after `<eos>`. lm1b comes with a vocabulary,
 `1b_word_vocab.txt`, which is read if it lies beside the text; otherwise it is the words that occur three times in the

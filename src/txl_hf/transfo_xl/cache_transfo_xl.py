@@ -404,7 +404,7 @@ class MemoryCache(_ProjectedMemory, DynamicCache):
     """A cache for the projected memory of every layer, empty at first, that grows until it holds M keys."""
 
     def __init__(self, config: TransfoXLConfig, mem_len: int | None = None):
-        """Args: config: the model's. mem_len: M ≥ 1, how much to remember. None: `config.mem_len`."""
+        """`config` is the model's. `mem_len` is M, at least 1; None: `config.mem_len`."""
         super().__init__(config=config)
         window = 1 + (config.mem_len if mem_len is None else mem_len)
         self.layers = [MemoryCacheLayer(window) for _ in range(config.n_layer)]
@@ -420,7 +420,7 @@ class StaticMemoryCache(_ProjectedMemory, StaticCache):
     """
 
     def __init__(self, config: TransfoXLConfig, mem_len: int | None = None):
-        """Args: config: the model's. mem_len: M ≥ 1, how much to remember. None: `config.mem_len`."""
+        """`config` is the model's. `mem_len` is M, at least 1; None: `config.mem_len`."""
         slots = 1 + (config.mem_len if mem_len is None else mem_len)
         super().__init__(config=config, max_cache_len=slots)
         self.ring = Ring(slots)
