@@ -45,7 +45,7 @@ with one_line_errors():
 SEGMENT_LENGTH = 64
 BATCH_SIZE = 16
 MEMORY_LENGTH = 128
-EVALUATED_MEMORY_LENGTHS = (0, 16, 32, 64, 128, 256)
+EVALUATED_MEMORY_LENGTHS = (0, 32, 64, 128, 256, 512, 1024, 2048)
 LEARNING_RATE = 3e-3
 HELD_OUT = 50_000
 PROMPT = 600
@@ -212,6 +212,8 @@ def build_model(tokenizer: TransfoXLTokenizer, layers: int, width: int) -> Trans
             mem_len=MEMORY_LENGTH,
             tgt_len=SEGMENT_LENGTH,
             clamp_len=-1,
+            # Distances beyond those of training count less the further they are.
+            decay_len=SEGMENT_LENGTH + MEMORY_LENGTH,
             same_length=False,
             # The text begins with nothing before it.
             initial_memory="empty",

@@ -22,7 +22,7 @@ from scripts import run_script, start_script
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 TINY = ["--layers", "1", "--width", "32"]
 OUTPUT = {"config.json", "model.safetensors", "tokenizer.json", "README.md", "memory_length.png", "continuation.txt"}
-LENGTHS = ["0", "16", "32", "64", "128", "256"]
+LENGTHS = ["0", "32", "64", "128", "256", "512", "1024", "2048"]
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +124,8 @@ def test_the_readme_has_committed_figures():
     bits = {row["memory_length"]: row["bits_per_character"] for row in rows if row["date"] == latest}
     assert list(bits) == LENGTHS
     said = (
-        f"on {latest}, held-out text took {bits['0']} bits a character with the memory taken away, {bits['16']} with "
-        f"a memory of 16, {bits['64']} with 64 and {bits['256']} with 256"
+        f"on {latest}, held-out text took {bits['0']} bits a character with the memory taken away, {bits['128']} with "
+        f"the memory of training, 128, and {bits['2048']} with one of 2,048"
     )
     assert said in " ".join((root / "README.md").read_text(encoding="utf-8").split())
 

@@ -40,7 +40,7 @@ CONFIG = {
 }
 # Lengths and dropouts, which may change when a training is resumed, or a checkpoint fine-tuned; all else is what
 # weights are made for.
-FREE = {"dropout", "dropatt", "tgt_len", "mem_len", "ext_len", "clamp_len", "same_length"}
+FREE = {"dropout", "dropatt", "tgt_len", "mem_len", "ext_len", "clamp_len", "decay_len", "same_length"}
 FIXED = CONFIG.keys() - FREE - {"init", "init_range", "init_std", "proj_init_std", "max_klen"}
 # Options that are now transformers' own, by their names of before.
 RENAMED = {
@@ -279,7 +279,7 @@ def shrink(values: dict[str, Any], scratch: Path):
     vocab_size = write_smoke_data(scratch / "data")
     values["output_dir"] = values["output_dir"] or str(scratch / "output")
     scale = 16 / values.get("tgt_len", 16)
-    for name in ("tgt_len", "mem_len", "ext_len", "clamp_len"):
+    for name in ("tgt_len", "mem_len", "ext_len", "clamp_len", "decay_len"):
         for key in (name, f"eval_{name}"):
             if (length := values.get(key)) is not None and length > 0:
                 values[key] = min(64, max(1, round(length * scale)))
