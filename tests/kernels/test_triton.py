@@ -8,8 +8,10 @@ bits are ones, which drop nothing.
 import ast
 import csv
 import functools
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,6 +27,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install txl-h
 
 from transformers import ParakeetEncoder, ParakeetEncoderConfig
 
+import hub_kernel
 import oracle
 import txl_hf.kernels.attention_triton as kernels
 import txl_hf.kernels.softmax as adaptive
@@ -682,6 +685,36 @@ def test_compiles_in_one_graph(dropout, future):
         results.append(differentiate(attention, tensors, cotangent, torch.float32, **options))
     for expected, result in zip(results[0].values(), results[1].values(), strict=True):
         torch.testing.assert_close(result, expected)
+
+
+def test_the_folder_of_make_kernel_computes_the_same_by_itself(tmp_path):
+    """Imported as the `kernels` library does, beside the package, whose operators stay what they were."""
+    hub_kernel.main(["--output", str(tmp_path)])
+    build = tmp_path / "build" / "torch-universal"
+    metadata = json.loads((build / "metadata.json").read_text())
+    assert metadata["backend"] == {"type": "cuda"} and metadata["python-depends"] == []
+    spec = importlib.util.spec_from_file_location(metadata["id"], build / "__init__.py")
+    sys.modules[metadata["id"]] = kernel = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernel)
+    shape, future = (2, 2, 9, 4, 8), 8
+    options = {"future": future, "hidden": draw_hidden(shape, future), "scaling": 0.3}
+    tensors, _, cotangent = draw(shape, future=future)
+
+    def of_folder(inputs):
+        assert inputs.key_mask is None and inputs.window is None
+        return kernel.relative_attention(**leaves_of(inputs), **options), None
+
+    attentions = (eager_relative_attention, of_folder, kernels.triton_relative_attention)
+    expected, *results = (differentiate(attend, tensors, cotangent, torch.float32, **options) for attend in attentions)
+    for found in results:
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="score_bias"):
+        kernel.relative_attention(
+            *[torch.zeros(1, 1, 2, 8, device=DEVICE)] * 3, future=1, score_bias=torch.zeros(2, 2)
+        )
+    text = "\n".join(path.read_text(encoding="utf-8") for path in build.rglob("*.py"))
+    imported = {*re.findall(r"^ *(?:import|from) (\w+)[\w.]*(?: (?:as|import) .*)?$", text, re.MULTILINE)}
+    assert imported - {*sys.stdlib_module_names} == {"torch", "triton"}, "neither the package nor transformers"
 
 
 def test_operator_keeps_its_promises_to_pytorch():

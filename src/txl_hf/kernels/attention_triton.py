@@ -971,7 +971,8 @@ if triton is not None:
             for gradient in empty
         )
 
-    # The package and copies of this file that came with a checkpoint can live in one process, each with its operators.
+    # The package and copies of this file, as `make kernel` has one, can be in one process, each with its operators.
+    _NAMESPACE = __name__.partition(".")[0]
     _SCHEMA = (
         "Tensor query, Tensor key, Tensor value, Tensor? rel_key, Tensor? content_bias, Tensor? position_bias, "
         "Tensor? rel_bias, Tensor? key_mask, Tensor? first_key, Tensor? kept, Tensor? seen, Tensor? blind, "
@@ -979,7 +980,7 @@ if triton is not None:
     )
 
     @torch.library.custom_op(
-        "txl_hf::dropout_bits",
+        f"{_NAMESPACE}::dropout_bits",
         mutates_args=(),
         schema="(Tensor seed, Tensor? first_key, SymInt[] shape, SymInt? window, SymInt? future, float dropout)"
         " -> Tensor",
@@ -1022,7 +1023,7 @@ if triton is not None:
         return triton.cdiv(K, 128) * 4
 
     @torch.library.custom_op(
-        "txl_hf::relative_attention", mutates_args=(), schema=f"({_SCHEMA}, Tensor? order) -> (Tensor, Tensor)"
+        f"{_NAMESPACE}::relative_attention", mutates_args=(), schema=f"({_SCHEMA}, Tensor? order) -> (Tensor, Tensor)"
     )
     def relative_attention_op(*inputs):
         """The attended values, and log2 of the softmax's denominators (B, H, L) for the backward pass.
@@ -1050,7 +1051,7 @@ if triton is not None:
         return _empty_output(query)
 
     @torch.library.custom_op(
-        "txl_hf::relative_attention_backward",
+        f"{_NAMESPACE}::relative_attention_backward",
         mutates_args=(),
         schema=f"({_SCHEMA}, Tensor output, Tensor log_sum, Tensor d_output, bool[] needed)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
