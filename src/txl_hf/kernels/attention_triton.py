@@ -197,9 +197,13 @@ def _pack(hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Of (B or 1, L, K) bool: the pairs that are seen, as bits, (B or 1, L, words) int32; queries that see nothing,
     (B or 1, L) bool, which have the bits of all keys."""
     blind, K = hidden.all(-1), hidden.shape[-1]
-    seen = F.pad(~hidden | blind[..., None], (0, 32 * _words(K) - K)).unflatten(-1, (-1, 8))
     powers = 1 << torch.arange(8, dtype=torch.uint8, device=hidden.device)
-    return (seen * powers).sum(-1, dtype=torch.uint8).view(torch.int32), blind
+    packed = []
+    # Some rows at a time, because each operation has a byte for each of their pairs.
+    for some, nothing in zip(hidden.split(4096, 1), blind.split(4096, 1), strict=True):
+        seen = F.pad(~some | nothing[..., None], (0, 32 * _words(K) - K)).unflatten(-1, (-1, 8))
+        packed.append((seen * powers).sum(-1, dtype=torch.uint8))
+    return torch.cat(packed, dim=1).view(torch.int32), blind
 
 
 def _hiding_alone(inputs: AttentionInputs) -> AttentionInputs:
