@@ -581,6 +581,13 @@ def test_bits_of_dropout_depend_on_the_position_alone_and_drop_their_share(monke
         assert close(same[both], 0.75**2 + 0.25**2), (dimension, distance)
 
 
+def test_bits_of_dropout_are_drawn_for_keys_after_the_query_too(monkeypatch):
+    monkeypatch.setattr(kernels, "_DROPOUT_TILE", {"BLOCK_M": 16, "BLOCK_N": 64})
+    bits = kernels.dropout_bits_op(torch.tensor([3], device=DEVICE), None, (1, 1, 128, 128), None, 127, 0.25)
+    # Those that are not drawn are ones. Without a future the first queries see nothing of these keys.
+    assert 0.7 < unpacked(bits, 128)[:, :, :16, 64:].float().mean() < 0.8
+
+
 def test_everything_dropped_is_zero():
     tensors, _, cotangent = draw((1, 1, 5, 3, 8))
     result = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, dropout=1.0)
