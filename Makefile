@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS)
 # few that are templates or of another Python.
 COMPILE := @$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
-.PHONY: venv demo test test-all test-gpu test-oldest test-clients style quality docs release mutants fuzz bench bench-gpu paper half-hours music clean
+.PHONY: venv demo test test-all test-gpu test-oldest test-clients style quality docs release kernel mutants fuzz bench bench-gpu paper half-hours music clean
 
 # Train a small model on real text and see what its memory is worth; TEXT=path for a text of your own.
 demo: $(VENV)/demo-installed
@@ -73,6 +73,10 @@ docs: venv
 # Everything of a release but the upload: sdist, wheel and an empty environment with it, in build/release, and the site.
 release: docs
 	PYTHON=$(BIN)/python .ci/release
+
+# The Triton kernels as a folder that huggingface's `kernels` library loads, in build/kernel.
+kernel:
+	$(PYTHON) examples/hub_kernel.py --output build/kernel
 
 # Whether the tests would notice: 210 seeded changes to the sources, each of which some test should find.
 mutants: venv

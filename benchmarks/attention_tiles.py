@@ -107,13 +107,13 @@ def calls(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> dict:
     inputs, d_output = attention_kernel.draw(shape, dtype, device)
     tensors = [tensor.detach() for tensor in inputs]
     scaling = shape[-1] ** -0.5
-    arguments = (*tensors, None, None, None, None, None, scaling, 0.0)
-    output, log_sum = kernels.relative_attention_op(*arguments)
+    arguments = (*tensors, *[None] * 8, scaling, 0.0)
+    output, log_sum = kernels.relative_attention_op(*arguments, None)
     shared = kernels._shared_arguments(*arguments) | kernels._backward_arguments(log_sum, d_output, scaling)
     d_query, d_key, d_value = (torch.empty_like(tensor) for tensor in tensors[:3])
     by_distance, needed = (*tensors[3:], None), [True, True, True, False]
     return {
-        "forward": lambda: kernels.relative_attention_op(*arguments),
+        "forward": lambda: kernels.relative_attention_op(*arguments, None),
         "backward_query": lambda: kernels._launch_backward_query(shared, output, d_query, by_distance, needed),
         "backward_key": lambda: kernels._launch_backward_key(shared, d_key, d_value),
     }

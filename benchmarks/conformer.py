@@ -2,11 +2,12 @@
 
     python benchmarks/conformer.py                                  # 24 layers; 30 seconds, 5 and 10 minutes of audio
     python benchmarks/conformer.py --layers 2 --memory-only         # memory and equality alone
+    python benchmarks/conformer.py --train 16                       # a training step of 16 utterances of half a minute
 
 Sizes are those of Parakeet-0.6B, weights random. `encoder` is all of it; `attention` is one module of attention with
-the frames that the convolutions leave, 12.5 a second. Equality comes first: an output that is off by more than the
-tolerance ends the run. Peak memory is that of a call beyond what the process held before it, weights among it; times
-are of the contenders in turn.
+the frames that the convolutions leave, 12.5 a second. `training` is a forward and a backward pass of the encoder,
+without dropout. Equality comes first: an output that is off by more than the tolerance ends the run. Peak memory is
+that of a call beyond what the process held before it, weights among it; times are of the contenders in turn.
 """
 
 import argparse
@@ -30,15 +31,20 @@ def main(given: list[str] | None = None):
         "--contenders", nargs="+", choices=["ours", "sdpa", "eager"], default=["ours", "sdpa", "eager"]
     )
     parser.add_argument("--memory-only", action="store_true", help="no times")
+    parser.add_argument("--train", type=int, metavar="ROWS", help="also a training step of utterances of 30 seconds")
     arguments = parser.parse_args(given)
     harness.complete(arguments)
     if arguments.smoke:
         arguments.layers, arguments.audio = 1, [2.0, 4.0]
+        arguments.train = arguments.train and 2
     origin = harness.origin(arguments.device, arguments.dtype, arguments.threads) | harness.versions()
     origin |= {"model": "smoke" if arguments.smoke else "parakeet-0.6b", "layers": arguments.layers}
     encoder = build(arguments)
     for seconds in arguments.audio:
         harness.append(arguments.output, [origin | row for row in measure(encoder, seconds, arguments)])
+    if arguments.train:
+        utterance = 2.0 if arguments.smoke else 30.0
+        harness.append(arguments.output, [origin | row for row in measure(encoder, utterance, arguments, True)])
 
 
 def build(arguments: argparse.Namespace):
@@ -51,11 +57,11 @@ def build(arguments: argparse.Namespace):
     return ParakeetEncoder(config).eval().to(arguments.device, harness.torch_dtype(arguments.dtype))
 
 
-def measure(encoder, seconds: float, arguments: argparse.Namespace) -> list[dict]:
+def measure(encoder, seconds: float, arguments: argparse.Namespace, trains: bool = False) -> list[dict]:
     import torch
 
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(1, int(seconds * FEATURES_A_SECOND), encoder.config.num_mel_bins, generator=generator)
+    generator, batch = torch.Generator().manual_seed(0), arguments.train if trains else 1
+    features = torch.randn(batch, int(seconds * FEATURES_A_SECOND), encoder.config.num_mel_bins, generator=generator)
     features = features.to(arguments.device, encoder.dtype)
     frames = int(encoder._get_subsampling_output_length(torch.tensor(features.shape[1])))
     states = torch.randn(1, frames, encoder.config.hidden_size, generator=generator).to(features)
@@ -64,9 +70,11 @@ def measure(encoder, seconds: float, arguments: argparse.Namespace) -> list[dict
         "encoder": lambda: encoder(features).last_hidden_state,
         "attention": lambda: encoder.layers[0].self_attn(**attention)[0],
     }
+    if trains:
+        parts = {f"training-b{batch}": lambda: train(encoder, features)}
     rows = []
     for part, compute in parts.items():
-        calls = {name: turn(encoder, name, compute) for name in arguments.contenders}
+        calls = {name: turn(encoder, name, compute, trains) for name in arguments.contenders}
         outputs = {name: call() for name, call in calls.items()}
         own = [name for name in calls if name != "ours"]
         off = max(((outputs["ours"] - outputs[name]).abs().max().item() for name in own), default=0.0)
@@ -90,7 +98,15 @@ def measure(encoder, seconds: float, arguments: argparse.Namespace) -> list[dict
     return rows
 
 
-def turn(encoder, name: str, compute):
+def train(encoder, features):
+    """Of a step, all but the optimiser's; the output."""
+    encoder.zero_grad()
+    output = encoder(features).last_hidden_state
+    output.float().square().mean().backward()
+    return output.detach()
+
+
+def turn(encoder, name: str, compute, trains: bool):
     """The call as one contender makes it."""
     import torch
 
@@ -101,7 +117,7 @@ def turn(encoder, name: str, compute):
             use_relative_attention(encoder)
         else:
             restore_attention(encoder).set_attn_implementation(name)
-        with torch.inference_mode():
+        with torch.inference_mode(not trains):
             return compute()
 
     return call
@@ -118,7 +134,7 @@ def peak_of(call, device: str) -> float:
 def report(rows: list[dict]) -> None:
     ours = next((row for row in rows if row["contender"] == "ours"), None)
     for row in rows:
-        line = f"{row['part']:9} {row['audio_s']:>4} s {row['contender']:5} {row['peak_mib']:9.1f} MiB"
+        line = f"{row['part']:12} {row['audio_s']:>4} s {row['contender']:5} {row['peak_mib']:9.1f} MiB"
         line += f" {row['seconds_p50']:9.4f} s" if "seconds_p50" in row else ""
         if ours is not None and row is not ours:
             line += f"   ours: {ours['peak_mib'] / row['peak_mib']:.3f} of the memory"

@@ -5,6 +5,7 @@
 #     OUT=FOLDER bash benchmarks/gpu_quarter.sh tests      # A, second command: the tests that need a GPU
 #     OUT=FOLDER bash benchmarks/gpu_quarter.sh train      # B: Penn Treebank; the same again goes on from a checkpoint
 #     OUT=FOLDER bash benchmarks/gpu_quarter.sh weights    # B, at its end: what comes back, in parts of under 16 MiB
+#     OUT=FOLDER bash benchmarks/gpu_quarter.sh conformer  # C: Parakeet's encoder; an hour of audio in one pass
 #
 # The first number of a step is after how many seconds it is stopped; those of a plan add up to at most 585. With DRY=1
 # the steps are printed and not run. Besides the tree it needs torch with CUDA, triton, transformers and accelerate;
@@ -13,7 +14,7 @@
 set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-benchmarks/results}
-PLAN=${1:?one of kernels, tests, train, weights}
+PLAN=${1:?one of kernels, tests, train, weights, conformer}
 WHEELS=$(ls .whl/*.whl 2>/dev/null | tr '\n' ':')
 export PYTHONUNBUFFERED=1 PYTHONPATH="src:$WHEELS${PYTHONPATH:-}"
 PYTHON=${PYTHON:-python}
@@ -32,6 +33,9 @@ profile() {
 model() {
     step "$1" "$PYTHON" benchmarks/model.py --device cuda --output "$OUT/model.csv" --seconds 8 --repeats 3 20 \
         --workloads "$2" --contenders "$3"
+}
+conformer() {
+    step "$1" "$PYTHON" benchmarks/conformer.py --device cuda --dtype bf16 --output "$OUT/conformer.csv" "${@:2}"
 }
 train() {
     step "$1" "$PYTHON" examples/train_lm.py examples/recipes/ptb.yaml --data data/ptb "${@:2}"
@@ -76,8 +80,15 @@ files.save_file(narrow, sys.argv[2], metadata={"format": "pt"})
     step 5 rm "$OUT/model.safetensors"
     step 5 cp "$RUN/results.json" "$RUN/config.json" "$OUT"
     ;;
+conformer)
+    step 10 nvidia-smi
+    step 90 "$PYTHON" -m pytest -q -p no:cacheprovider -m "gpu and not slow" -k "both_directions or encoder" \
+        tests/kernels
+    conformer 150 --audio 3600 --repeats 1 3 --contenders ours
+    conformer 300 --audio 300 30 --seconds 5 --train 16
+    ;;
 *)
-    echo "gpu_quarter.sh: $PLAN is none of kernels, tests, train, weights" >&2
+    echo "gpu_quarter.sh: $PLAN is none of kernels, tests, train, weights, conformer" >&2
     exit 2
     ;;
 esac

@@ -82,18 +82,19 @@ def resources(compiled, capability: int) -> dict:
     }
 
 
-def attend_and_differentiate(dtype, width, length, memory, window, dropout, masked, bias, documents):
+def attend_and_differentiate(dtype, width, length, memory, window, future, dropout, masked, any_mask, bias, documents):
     B, H, K = 2, 2, memory + length
+    distances = K + (future or 0)
 
     def tensor(*shape):
         return torch.zeros(shape, dtype=dtype, requires_grad=True)
 
     # Heads side by side for each position, as projections leave them.
     query, key, value = (tensor(B, n, H, width).transpose(1, 2) for n in (length, K, K))
-    rel_key = tensor(K, H, width).transpose(0, 1)
+    rel_key = tensor(distances, H, width).transpose(0, 1)
     content_bias, position_bias = tensor(H, width), tensor(H, width)
     leaves = [query, key, value, rel_key, content_bias, position_bias]
-    rel_bias = tensor(H, K) if bias else None
+    rel_bias = tensor(H, distances) if bias else None
     key_mask = torch.ones(B, K, dtype=torch.bool) if masked else None
     inputs = AttentionInputs(
         query,
@@ -108,6 +109,8 @@ def attend_and_differentiate(dtype, width, length, memory, window, dropout, mask
         key_mask=key_mask,
         window=window,
         first_key=torch.zeros(B, length, dtype=torch.long) if documents else None,
+        future=future,
+        hidden=torch.zeros(B, 1, length, K, dtype=torch.bool) if any_mask else None,
     )
     output, _ = kernels.triton_relative_attention(inputs)
     torch.autograd.grad(output, leaves + ([rel_bias] if bias else []), torch.ones_like(output))
@@ -129,8 +132,10 @@ def main():
     parser.add_argument("--length", type=int, default=192)
     parser.add_argument("--memory", type=int, default=192)
     parser.add_argument("--window", type=int)
+    parser.add_argument("--future", type=int, help="keys that a query sees after itself")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--masked", action="store_true")
+    parser.add_argument("--any-mask", action="store_true", help="with --future, of queries and keys")
     parser.add_argument("--bias", action="store_true")
     parser.add_argument("--documents", action="store_true", help="that begin inside the segment")
     parser.add_argument("--deterministic", action="store_true")
@@ -166,8 +171,10 @@ def main():
                     arguments.length,
                     arguments.memory,
                     arguments.window,
+                    arguments.future,
                     arguments.dropout,
                     arguments.masked,
+                    arguments.any_mask,
                     arguments.bias,
                     arguments.documents,
                 )

@@ -493,7 +493,7 @@ def quarter(plan: str, **variables: str) -> list[tuple[int, list[str]]]:
     return [(int(limit), words.split()) for limit, words in steps]
 
 
-@pytest.mark.parametrize("plan", ["kernels", "tests", "train", "weights"])
+@pytest.mark.parametrize("plan", ["kernels", "tests", "train", "weights", "conformer"])
 def test_a_plan_for_a_quarter_of_an_hour_fits_and_its_scripts_know_its_words(plan, capsys):
     import attention_kernel
     import model
@@ -793,10 +793,11 @@ def test_conformers_are_measured_after_they_are_equal(tmp_path, monkeypatch):
     import conformer
 
     output = tmp_path / "conformer.csv"
-    conformer.main(["--smoke", *CPU, "--output", str(output)])
+    conformer.main(["--smoke", *CPU, "--train", "16", "--output", str(output)])
     rows = read(output)
     assert {row["contender"] for row in rows} == {"ours", "sdpa", "eager"}
-    assert {(row["part"], row["audio_s"]) for row in rows} == set(itertools.product(("encoder", "attention"), "24"))
+    measured = {*itertools.product(("encoder", "attention"), "24"), ("training-b2", "2")}
+    assert {(row["part"], row["audio_s"]) for row in rows} == measured
     assert all(float(row["seconds_p50"]) > 0 and float(row["difference"]) < 1e-4 for row in rows)
     # A wrong contender ends the run before anything of it is written.
     monkeypatch.setattr(conformer, "TOLERANCE", {"fp32": -1.0})

@@ -11,6 +11,7 @@ import pytest
 # What each needs: modules, and programs of the system.
 CLIENTS = {
     "test_browser.py": (["onnx", "onnxruntime", "onnxscript"], ["chromium", "npm"]),
+    "test_kernel.py": (["kernels", "triton"], []),
     "test_lm_eval.py": (["lm_eval"], []),
     "test_midi_readers.py": (["miditok", "music21", "pretty_midi", "symusic"], []),
     "test_onnx.py": (["onnx", "onnxruntime", "onnxscript"], []),

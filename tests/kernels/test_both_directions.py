@@ -22,7 +22,9 @@ SHAPES = {
     "B2-H1-L1-M0-D5": (2, 1, 1, 0, 5),
     "B1-H2-L13-M6-D41": (1, 2, 13, 6, 41),
 }
-BOTH_WAYS = [name for name, backend in BACKENDS.items() if backend.both_ways and name not in ("auto", "eager")]
+# The kernels of `txl_triton` run in an interpreter: tests/kernels/test_triton.py.
+ELSEWHERE = ("auto", "eager", "txl_triton")
+BOTH_WAYS = [name for name, backend in BACKENDS.items() if backend.both_ways and name not in ELSEWHERE]
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,10 @@ bits are ones, which drop nothing.
 import ast
 import csv
 import functools
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,15 +25,25 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install txl-hf[triton]")
 
+from transformers import ParakeetEncoder, ParakeetEncoderConfig
+
+import hub_kernel
 import oracle
 import txl_hf.kernels.attention_triton as kernels
 import txl_hf.kernels.softmax as adaptive
 import txl_hf.kernels.softmax_triton as softmax_kernels
 from models import random_softmax, small_config
 from sass import overwritten_operands
+from txl_hf.conformer import use_relative_attention
+from txl_hf.kernels import attention_blocks
 from txl_hf.training.steps import compile_layers
 from txl_hf.transfo_xl.attention_transfo_xl import BACKENDS as ALL_BACKENDS
-from txl_hf.transfo_xl.attention_transfo_xl import AttentionInputs, eager_relative_attention, visible_keys
+from txl_hf.transfo_xl.attention_transfo_xl import (
+    AttentionInputs,
+    choose_backend,
+    eager_relative_attention,
+    visible_keys,
+)
 from txl_hf.transfo_xl.cache_transfo_xl import Ring, StaticMemoryCache
 
 DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
@@ -73,6 +85,24 @@ HIDDEN = {
     "far": ("--window", "100"),
     "documents": ("--documents",),
     "all with biases": ("--masked", "--window", "100", "--documents", "--bias"),
+    "nothing of the future": ("--future", "191"),
+    "some of the future": ("--future", "64", "--masked", "--window", "100", "--documents", "--bias"),
+    "any pair": ("--future", "191", "--any-mask"),
+}
+# B, H, L, m, Dh; future; window; which keys or pairs are masked; the chance of a document; which tensors are None.
+BOTH_WAYS = {
+    "B2-H2-L5-m7-D38-all": ((2, 2, 5, 7, 38), 4, None, False, 0, ()),
+    "B1-H2-L37-m6-D41-3-all-masks": ((1, 2, 37, 6, 41), 3, 20, True, 0.1, ()),
+    "B1-H1-L50-m0-D16-all-documents": ((1, 1, 50, 0, 16), 49, None, True, 0.1, ("rel_bias",)),
+    "B1-H1-L19-m20-D16-more-absolute": ((1, 1, 19, 20, 16), 30, 5, False, 0, ("rel_key", "position_bias", "rel_bias")),
+    "B2-H2-L21-m3-D8-all-any": ((2, 2, 21, 3, 8), 20, None, "any", 0, ()),
+    "B2-H1-L17-m0-D16-9-any": ((2, 1, 17, 0, 16), 9, 2, "any", 0, ("content_bias",)),
+}
+LONG_BOTH_WAYS = {
+    "B1-H2-L200-m0-D64-all": ((1, 2, 200, 0, 64), 199, None, True, 0, ("rel_bias",)),
+    "B1-H1-L130-m100-D128-64-documents": ((1, 1, 130, 100, 128), 64, 100, False, 0.02, ("rel_bias",)),
+    "B2-H2-L100-m0-D41-all-any": ((2, 2, 100, 0, 41), 99, None, "any", 0, ()),
+    "B2-H1-L1-m40-D16-0": ((2, 1, 1, 40, 16), 0, None, True, 0, ()),
 }
 LONG_CASES = {
     "B2-H3-L130-m100-D41-masked": ((2, 3, 130, 100, 41), 16, None, True, ()),
@@ -99,11 +129,12 @@ def poisoned_memory(monkeypatch):
     monkeypatch.setattr(kernels, "torch", Torch())
 
 
-def draw(shape, missing=(), masked=False, seed=0):
+def draw(shape, missing=(), masked=False, seed=0, future=None):
     B, H, L, m, D = shape
     K = m + L
+    n = K + (future or 0)
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(B, H, L, D), (B, H, K, D), (B, H, K, D), (H, K, D), (H, D), (H, D), (H, K)]
+    shapes = [(B, H, L, D), (B, H, K, D), (B, H, K, D), (H, n, D), (H, D), (H, D), (H, n)]
     tensors = {
         name: None if name in missing else torch.randn(size, generator=generator, dtype=torch.float64)
         for name, size in zip(NAMES, shapes, strict=True)
@@ -115,17 +146,21 @@ def draw(shape, missing=(), masked=False, seed=0):
 
 def exact_scores(inputs):
     """By another way than eager's: a gather in place of the shift."""
-    query, key, rel_key = inputs.query, inputs.key, inputs.rel_key
+    query, key, rel_key, future = inputs.query, inputs.key, inputs.rel_key, inputs.future
     L, K = query.shape[-2], key.shape[-2]
-    scores = (query if inputs.content_bias is None else query + inputs.content_bias[:, None]) @ key.transpose(-1, -2)
+    content = (query if inputs.content_bias is None else query + inputs.content_bias[:, None]) @ key.transpose(-1, -2)
+    position = torch.zeros_like(content)
     if rel_key is not None:
         biased = query if inputs.position_bias is None else query + inputs.position_bias[:, None]
         position = biased @ rel_key.transpose(-1, -2)
         position = position if inputs.rel_bias is None else position + inputs.rel_bias[:, None]
         row = torch.arange(L - 1, -1, -1)[:, None] + torch.arange(K)
-        scores = scores + position.gather(-1, row.clamp(max=K - 1).to(position.device).expand_as(position))
-    visible = visible_keys(L, K, inputs.window, inputs.key_mask, query.device, inputs.first_key)
-    return (scores * inputs.scaling).masked_fill(~visible, -torch.inf)
+        row = row.clamp(max=rel_key.shape[1] - 1).to(position.device)
+        position = position.gather(-1, row.expand(*position.shape[:2], L, K))
+    hidden = ~visible_keys(L, K, inputs.window, inputs.key_mask, query.device, inputs.first_key, future)
+    hidden = hidden if inputs.hidden is None else inputs.hidden
+    lowest = -torch.inf if future is None else torch.finfo(content.dtype).min
+    return content * inputs.scaling + (position * inputs.scaling).masked_fill(hidden, lowest)
 
 
 def exact_relative_attention(inputs, kept=None):
@@ -199,20 +234,32 @@ def begin_documents(shape, chance, seed=0):
     return torch.where(begins, torch.arange(m, m + L), 0).cummax(dim=1).values.to(DEVICE)
 
 
-def assert_within_budget(shape, window, masked, missing, dtype, first_key=None):
+def draw_hidden(shape, future, seed=0):
+    """Which keys a query does not see, in no order; some queries see nothing."""
+    B, _, L, m, _ = shape
+    hidden = torch.rand(B, 1, L, m + L, generator=torch.Generator().manual_seed(seed)) > 0.5
+    hidden |= torch.arange(m + L) > torch.arange(m, m + L)[:, None] + future
+    hidden[-1, :, :: L - 2] = True
+    return hidden.to(DEVICE)
+
+
+def assert_within_budget(shape, window, masked, missing, dtype, first_key=None, future=None):
     """Against fp64, at most twice what eager is off in the same dtype; in fp32, where the kernels round as PyTorch
     does, or what it is off without keeping probabilities.
 
     On a GPU a kernel adds the shares of K keys, and of K distances, in fp32 one after another, as every attention does
     that keeps no probabilities, and cuBLAS does not: there the error may be ε √2K, as far as so many roundings walk.
     """
-    tensors, key_mask, cotangent = draw(shape, missing, masked)
+    tensors, key_mask, cotangent = draw(shape, missing, masked is True, future=future)
     # All start from what the dtype can represent.
     tensors = {name: None if tensor is None else tensor.to(dtype).double() for name, tensor in tensors.items()}
     cotangent = cotangent.to(dtype).double()
     options = {"key_mask": key_mask, "window": window, "scaling": shape[-1] ** -0.5, "first_key": first_key}
+    options |= {"future": future, "hidden": draw_hidden(shape, future) if masked == "any" else None}
     exact = differentiate(exact_relative_attention, tensors, cotangent, torch.float64, **options)
-    peers = [eager_relative_attention, *[attention_without_probabilities] * (dtype == torch.float32)]
+    # A query that sees nothing has scores whose exponentials no sum of them is told apart from.
+    peers = [eager_relative_attention]
+    peers += [attention_without_probabilities] * (dtype == torch.float32 and masked != "any")
     inexact = [errors(differentiate(attention, tensors, cotangent, dtype, **options), exact) for attention in peers]
     result = differentiate(kernels.triton_relative_attention, tensors, cotangent, dtype, **options)
     assert all(tensor.dtype == dtype for tensor in result.values())
@@ -256,6 +303,76 @@ def test_documents_that_begin_inside_a_segment_agree_with_eager(name, chance, mo
     first_key = begin_documents(shape, chance)
     assert first_key.any()
     assert_within_budget(shape, window, masked, missing, torch.float32, first_key)
+
+
+@pytest.mark.parametrize("case", BOTH_WAYS.values(), ids=BOTH_WAYS)
+def test_both_directions_agree_with_eager(case, monkeypatch):
+    """With padding on both sides and within, windows, documents; any mask, where a query may see nothing."""
+    assert_both_ways_within_budget(case, torch.float32, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_both_directions_stay_within_twice_the_error_of_eager(dtype):
+    assert_within_budget((2, 2, 40, 9, 16), None, "any", (), dtype, future=39)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", (BOTH_WAYS | LONG_BOTH_WAYS).values(), ids=BOTH_WAYS | LONG_BOTH_WAYS)
+def test_both_directions_of_long_sequences_agree_with_eager(case, dtype, monkeypatch):
+    assert_both_ways_within_budget(case, dtype, monkeypatch)
+
+
+def assert_both_ways_within_budget(case, dtype, monkeypatch):
+    shape, future, window, masked, chance, missing = case
+    monkeypatch.setattr(kernels, "LARGEST_TILE", 16)
+    first_key = begin_documents(shape, chance) if chance else None
+    assert_within_budget(shape, window, masked, missing, dtype, first_key, future)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_encoder_of_transformers_takes_the_kernels(padded, monkeypatch):
+    """Where `"auto"` prefers them, as on a GPU in half precision; outputs and gradients are transformers' own."""
+    config = ParakeetEncoderConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, subsampling_conv_channels=4
+    )
+    torch.manual_seed(0)
+    encoder, ran = ParakeetEncoder(config).eval().to(DEVICE), []
+    # 8 times 21 frames and 3 more, of which the second row has half.
+    features = torch.randn(2, 171, config.num_mel_bins, device=DEVICE)
+    mask = torch.arange(171, device=DEVICE) < torch.tensor([[171], [80]], device=DEVICE) if padded else None
+    frames = encoder(features, attention_mask=mask).last_hidden_state.shape[1]
+    real = torch.arange(frames) < torch.tensor([[frames], [10 if padded else frames]])
+
+    def differentiated():
+        output = encoder(features, attention_mask=mask).last_hidden_state[real]
+        encoder.zero_grad()
+        output.sin().sum().backward()
+        return [output.detach(), *(parameter.grad for parameter in encoder.parameters())]
+
+    expected = differentiated()
+    monkeypatch.setattr(kernels, "is_default", lambda query: True)
+    attend = kernels.triton_relative_attention
+    watched = replace(ALL_BACKENDS["txl_triton"], run=lambda inputs: ran.append(inputs.hidden) or attend(inputs))
+    monkeypatch.setitem(ALL_BACKENDS, "txl_triton", watched)
+    use_relative_attention(encoder)
+    torch.testing.assert_close(differentiated(), expected, atol=1e-5, rtol=1e-5)
+    assert len(ran) == 1 and (ran[0] is not None) == padded
+
+
+@torch.no_grad()
+def test_the_default_takes_the_kernels_before_blocks(monkeypatch):
+    monkeypatch.setattr(kernels, "is_default", lambda query: True)
+    monkeypatch.setattr(attention_blocks, "BLOCK_SCORES", 1)
+    inputs = prepare(draw((1, 1, 5, 0, 8), future=4)[0], torch.float32, future=4)
+    assert choose_backend(inputs).name == "txl_triton"
+    for options, reason in (
+        ({"score_bias": torch.zeros(1, 1, 5, 5, device=DEVICE)}, "score_bias"),
+        ({"order": torch.arange(5, device=DEVICE)}, "in order of time"),
+    ):
+        refused = inputs._replace(**options)
+        assert reason in ALL_BACKENDS["txl_triton"].refusal(refused)
+    assert choose_backend(inputs._replace(score_bias=torch.zeros(1, 1, 5, 5, device=DEVICE))).name == "txl_blocks"
 
 
 @pytest.mark.parametrize("missing", [(), ("rel_bias",), ("rel_key", "position_bias", "rel_bias")], ids=str)
@@ -343,19 +460,20 @@ def test_long_rows_of_documents_agree_with_eager(case, chance, dtype, monkeypatc
     assert_within_budget(shape, window, masked, missing, dtype, begin_documents(shape, chance))
 
 
-def test_tiles_of_other_documents_are_not_read(monkeypatch):
+@pytest.mark.parametrize("future", [None, 63], ids=lambda future: f"future{future}")
+def test_tiles_of_other_documents_are_not_read(future, monkeypatch):
     """Two documents that fill tiles, after a memory: NaN in one of them, or in the memory, is never multiplied."""
     monkeypatch.setattr(kernels, "LARGEST_TILE", 16)
     shape = (1, 1, 64, 32, 16)
     first_key = torch.tensor([[32] * 32 + [64] * 32], device=DEVICE)
     for poisoned, clean in ((slice(0, 64), slice(64, 96)), (slice(64, 96), slice(32, 64))):
-        tensors, _, cotangent = draw(shape)
+        tensors, _, cotangent = draw(shape, future=future)
         for name in ("key", "value"):
             tensors[name][:, :, poisoned] = torch.nan
         # Of queries and their gradients, those of the segment.
         tensors["query"][:, :, max(0, poisoned.start - 32) : poisoned.stop - 32] = torch.nan
         result = differentiate(
-            kernels.triton_relative_attention, tensors, cotangent, torch.float32, first_key=first_key
+            kernels.triton_relative_attention, tensors, cotangent, torch.float32, first_key=first_key, future=future
         )
         for name in ("output", "query"):
             assert result[name][:, :, clean.start - 32 : clean.stop - 32].isfinite().all(), name
@@ -378,13 +496,14 @@ def test_low_precision_stays_within_twice_the_error_of_eager(D, dtype):
     assert_within_budget((2, 2, 63, 40, D), 50, True, (), dtype)
 
 
+@pytest.mark.parametrize("future", [None, 7], ids=lambda future: f"future{future}")
 @pytest.mark.parametrize("window", [None, 4], ids=lambda w: f"window{w}")
-def test_output_is_the_loop_over_i_and_j(window, monkeypatch):
+def test_output_is_the_loop_over_i_and_j(window, future, monkeypatch):
     monkeypatch.setattr(kernels, "LARGEST_TILE", 16)
     shape = (1, 2, 19, 6, 5)
-    tensors, key_mask, _ = draw(shape, masked=True)
-    expected, _ = oracle.attention_of(tensors, key_mask.cpu(), window)
-    options = {"key_mask": key_mask, "window": window, "scaling": shape[-1] ** -0.5}
+    tensors, key_mask, _ = draw(shape, masked=True, future=future)
+    expected, _ = oracle.attention_of(tensors, key_mask.cpu(), window, future or 0)
+    options = {"key_mask": key_mask, "window": window, "scaling": shape[-1] ** -0.5, "future": future}
     output, probabilities = kernels.triton_relative_attention(prepare(tensors, torch.float32, **options))
     assert probabilities is None
     torch.testing.assert_close(output.cpu().double(), expected, atol=2e-6, rtol=2e-6)
@@ -404,17 +523,23 @@ def unpacked(bits, K):
 
 
 @pytest.mark.parametrize(
-    "shape, tile, window, masked, chance",
-    [((2, 2, 23, 18, 16), 16, 30, False, 0.0), ((2, 1, 37, 98, 24), 64, None, True, 0.1)],
-    ids=["window", "mask-and-documents"],
+    "shape, tile, window, masked, chance, future",
+    [
+        ((2, 2, 23, 18, 16), 16, 30, False, 0.0, None),
+        ((2, 1, 37, 98, 24), 64, None, True, 0.1, None),
+        ((1, 2, 37, 5, 16), 16, 30, True, 0.05, 20),
+        ((1, 1, 37, 5, 16), 16, 30, "any", 0, 20),
+    ],
+    ids=["window", "mask-and-documents", "future", "future-of-any-mask"],
 )
 def test_dropout_differentiates_through_the_bits_that_it_drew(
-    shape, tile, window, masked, chance, drawn_bits, monkeypatch
+    shape, tile, window, masked, chance, future, drawn_bits, monkeypatch
 ):
     monkeypatch.setattr(kernels, "LARGEST_TILE", tile)
-    tensors, key_mask, cotangent = draw(shape, masked=masked)
+    tensors, key_mask, cotangent = draw(shape, masked=masked is True, future=future)
     first_key = begin_documents(shape, chance) if chance else None
     options = {"window": window, "scaling": 0.125, "dropout": 0.3, "key_mask": key_mask, "first_key": first_key}
+    options |= {"future": future, "hidden": draw_hidden(shape, future) if masked == "any" else None}
     result = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, **options)
     kept = unpacked(drawn_bits[0], shape[2] + shape[3])
     exact_attention = functools.partial(exact_relative_attention, kept=kept)
@@ -439,7 +564,7 @@ def test_bits_of_dropout_depend_on_the_position_alone_and_drop_their_share(monke
     masks = []
     for tile in ((16, 128), (32, 256)):
         monkeypatch.setattr(kernels, "_DROPOUT_TILE", dict(zip(("BLOCK_M", "BLOCK_N"), tile, strict=True)))
-        bits = kernels.dropout_bits_op(torch.tensor([3], device=DEVICE), first_key.int(), shape, 180, 0.25)
+        bits = kernels.dropout_bits_op(torch.tensor([3], device=DEVICE), first_key.int(), shape, 180, None, 0.25)
         masks.append(unpacked(bits, K))
     assert torch.equal(masks[0][visible], masks[1][visible])
     kept = masks[0]
@@ -454,6 +579,13 @@ def test_bits_of_dropout_depend_on_the_position_alone_and_drop_their_share(monke
         same = kept.narrow(dimension, 0, n) == kept.narrow(dimension, distance, n)
         both = visible.narrow(dimension, 0, n) & visible.narrow(dimension, distance, n)
         assert close(same[both], 0.75**2 + 0.25**2), (dimension, distance)
+
+
+def test_bits_of_dropout_are_drawn_for_keys_after_the_query_too(monkeypatch):
+    monkeypatch.setattr(kernels, "_DROPOUT_TILE", {"BLOCK_M": 16, "BLOCK_N": 64})
+    bits = kernels.dropout_bits_op(torch.tensor([3], device=DEVICE), None, (1, 1, 128, 128), None, 127, 0.25)
+    # Those that are not drawn are ones. Without a future the first queries see nothing of these keys.
+    assert 0.7 < unpacked(bits, 128)[:, :, :16, 64:].float().mean() < 0.8
 
 
 def test_everything_dropped_is_zero():
@@ -501,12 +633,14 @@ def test_strided_inputs_give_what_contiguous_ones_do(columns, monkeypatch):
         torch.testing.assert_close(result, expected, atol=atol, rtol=tolerance)
 
 
-def test_deterministic_gradients_are_the_same_gradients(monkeypatch):
+@pytest.mark.parametrize("future", [None, 10], ids=lambda future: f"future{future}")
+def test_deterministic_gradients_are_the_same_gradients(future, monkeypatch):
     monkeypatch.setattr(kernels, "LARGEST_TILE", 16)
     # Two programs share three blocks of queries.
     monkeypatch.setattr(kernels, "_partial_sums", lambda H, K, D: 2)
-    tensors, key_mask, cotangent = draw((1, 2, 38, 9, 16), masked=True)
-    options = {"key_mask": key_mask, "window": 20, "scaling": 0.25}
+    shape = (1, 2, 38, 9, 16) if future is None else (1, 1, 33, 0, 8)
+    tensors, key_mask, cotangent = draw(shape, masked=True, future=future)
+    options = {"key_mask": key_mask, "window": 20, "scaling": 0.25, "future": future}
     expected = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, **options)
     torch.use_deterministic_algorithms(True)
     try:
@@ -545,11 +679,12 @@ def test_autocast_computes_in_its_dtype():
     assert torch.autograd.grad(output.sum(), inputs.query)[0].dtype == torch.float32
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_compiles_in_one_graph(dropout):
-    tensors, key_mask, cotangent = draw((1, 2, 9, 4, 8), masked=True)
-    first_key = begin_documents((1, 2, 9, 4, 8), 0.3)
-    options = {"key_mask": key_mask, "window": 6, "dropout": dropout, "first_key": first_key}
+@pytest.mark.parametrize("dropout, future", [(0.0, None), (0.2, None), (0.2, 8)])
+def test_compiles_in_one_graph(dropout, future):
+    shape = (1, 2, 9, 4, 8)
+    tensors, key_mask, cotangent = draw(shape, masked=True, future=future)
+    options = {"key_mask": key_mask, "window": 6, "dropout": dropout, "first_key": begin_documents(shape, 0.3)}
+    options |= {} if future is None else {"future": future, "hidden": draw_hidden(shape, future)}
     compiled = torch.compile(kernels.triton_relative_attention, backend="aot_eager", fullgraph=True)
     results = []
     for attention in (kernels.triton_relative_attention, compiled):
@@ -559,18 +694,54 @@ def test_compiles_in_one_graph(dropout):
         torch.testing.assert_close(result, expected)
 
 
+def test_the_folder_of_make_kernel_computes_the_same_by_itself(tmp_path):
+    """Imported as the `kernels` library does, beside the package, whose operators stay what they were."""
+    hub_kernel.main(["--output", str(tmp_path)])
+    build = tmp_path / "build" / "torch-universal"
+    metadata = json.loads((build / "metadata.json").read_text())
+    assert metadata["backend"] == {"type": "cuda"} and metadata["python-depends"] == []
+    spec = importlib.util.spec_from_file_location(metadata["id"], build / "__init__.py")
+    sys.modules[metadata["id"]] = kernel = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernel)
+    shape, future = (2, 2, 9, 4, 8), 8
+    options = {"future": future, "hidden": draw_hidden(shape, future), "scaling": 0.3}
+    tensors, _, cotangent = draw(shape, future=future)
+
+    def of_folder(inputs):
+        assert inputs.key_mask is None and inputs.window is None
+        return kernel.relative_attention(**leaves_of(inputs), **options), None
+
+    attentions = (eager_relative_attention, of_folder, kernels.triton_relative_attention)
+    expected, *results = (differentiate(attend, tensors, cotangent, torch.float32, **options) for attend in attentions)
+    for found in results:
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="score_bias"):
+        kernel.relative_attention(
+            *[torch.zeros(1, 1, 2, 8, device=DEVICE)] * 3, future=1, score_bias=torch.zeros(2, 2)
+        )
+    text = "\n".join(path.read_text(encoding="utf-8") for path in build.rglob("*.py"))
+    imported = {*re.findall(r"^ *(?:import|from) (\w+)[\w.]*(?: (?:as|import) .*)?$", text, re.MULTILINE)}
+    assert imported - {*sys.stdlib_module_names} == {"torch", "triton"}, "neither the package nor transformers"
+
+
 def test_operator_keeps_its_promises_to_pytorch():
     """Schema, shapes and strides without computing, and gradients under tracing, as PyTorch's own checks see them."""
     tensors, key_mask, _ = draw((2, 2, 6, 3, 8), masked=True)
     inputs = [tensor.to(DEVICE, torch.float32).requires_grad_() for tensor in tensors.values()]
     first_key = begin_documents((2, 2, 6, 3, 8), 0.3).int()
-    torch.library.opcheck(kernels.relative_attention_op, (*inputs, key_mask, first_key, None, 5, 0.3, 0.0, None))
-    apart = [tensor.detach().mT.contiguous().mT.requires_grad_() for tensor in inputs[:3]]
     torch.library.opcheck(
-        kernels.relative_attention_op, (*apart, *inputs[3:], key_mask, first_key, None, 5, 0.3, 0.0, None)
+        kernels.relative_attention_op, (*inputs, key_mask, first_key, None, None, None, 5, None, 0.3, 0.0, None)
+    )
+    inputs = [
+        tensor.to(DEVICE, torch.float32).requires_grad_() for tensor in draw((2, 2, 6, 3, 8), future=5)[0].values()
+    ]
+    apart = [tensor.detach().mT.contiguous().mT.requires_grad_() for tensor in inputs[:3]]
+    seen = kernels._pack(draw_hidden((2, 2, 6, 3, 8), 5)[:, 0])
+    torch.library.opcheck(
+        kernels.relative_attention_op, (*apart, *inputs[3:], None, None, None, *seen, None, 5, 0.3, 0.0, None)
     )
     seed = torch.tensor([1], device=DEVICE)
-    torch.library.opcheck(kernels.dropout_bits_op, (seed, first_key, (2, 2, 6, 9), 5, 0.3))
+    torch.library.opcheck(kernels.dropout_bits_op, (seed, first_key, (2, 2, 6, 9), 5, None, 0.3))
 
 
 def test_says_why_it_cannot_be_used(monkeypatch):
@@ -669,7 +840,7 @@ def test_heads_of_any_width_are_read_sixteen_numbers_at_a_time(monkeypatch):
 
 def test_no_length_is_compiled_for():
     """Triton would compile anew for numbers that are divisible by 16, unless it is told which they are."""
-    lengths, found = {"B", "H", "L", "K", "words", "window", "threshold"}, 0
+    lengths, found = {"B", "H", "L", "K", "words", "masks", "window", "future", "threshold"}, 0
     for function in ast.walk(ast.parse(Path(kernels.__file__).read_text(encoding="utf-8"))):
         for decorator in getattr(function, "decorator_list", []):
             if ast.unparse(decorator).startswith("triton.jit("):

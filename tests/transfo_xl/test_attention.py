@@ -649,7 +649,7 @@ def test_threads_choose_a_kernel_one_after_the_other(monkeypatch):
 
 def test_unknown_backend_is_named():
     tensors, _ = draw((1, 1, 2, 0, 4))
-    with pytest.raises(ValueError, match="'flash'.*auto, eager, .*, txl_blocks, txl_tiles, txl_row, txl_triton"):
+    with pytest.raises(ValueError, match="'flash'.*auto, eager, .*, txl_triton, txl_blocks, txl_tiles, txl_row"):
         relative_attention(**tensors, implementation="flash")
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..transfo_xl.attention_transfo_xl import AttentionInputs, Backend, eager_relative_attention, register
+from . import attention_triton  # noqa: F401  Its kernels are registered first, so that "auto" prefers them on a GPU.
 
 # A block of more scores leaves the caches of a CPU; one of fewer queries has products that are too thin.
 BLOCK_SCORES, BLOCK_QUERIES = 1 << 22, 64

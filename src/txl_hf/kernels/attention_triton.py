@@ -38,6 +38,11 @@ that subtracts the row's maximum. The exponential is the hardware's, of base two
 `first_key` never decreases along it, so that what a block of queries sees starts where its first query's document
 does, and what sees a block of keys ends with the last query whose document begins no later than those keys do: all
 other tiles are left out.
+
+**Both directions.** With `future` rel_key has R = K + `future` rows, entry (i, j) wants the same row as without, and
+keys up to j = i + (K - L) + `future` are seen. A mask of queries and keys (`hidden`) becomes a bit for each pair, as
+tiles of its bytes made the kernels spill. A query that sees nothing has the score 0 for all keys, which no distance
+enters. Without `future` nothing of this is compiled.
 """
 
 from __future__ import annotations
@@ -73,8 +78,10 @@ LARGEST_TILE = 128
 def _why_not(inputs: AttentionInputs) -> str | None:
     if inputs.rel_key is None and inputs.rel_bias is not None:
         return "its kernels take a score per distance beside a key per distance only"
-    if inputs.order is not None and torch.is_grad_enabled():
-        return "its backward pass takes keys in order of time"
+    if inputs.order is not None and (torch.is_grad_enabled() or inputs.future is not None):
+        return "its backward pass and its future take keys in order of time"
+    if inputs.score_bias is not None:
+        return "its kernels add no score_bias"
     return why_not_triton(inputs.query)
 
 
@@ -142,10 +149,14 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     if inputs.scaling <= 0:
         raise ValueError(f"txl_triton cannot be used: scaling is {inputs.scaling}, not a positive number")
     inputs = inputs.of_every_distance()
-    query, rel_key = inputs.query, inputs.rel_key
-    dtype = working_dtype(query)
+    query, dtype = inputs.query, working_dtype(inputs.query)
     if reason := why_not_triton(query.to(dtype)):
         raise ValueError(f"txl_triton cannot be used: {reason}")
+    seen = blind = None
+    if inputs.future is not None and inputs.hidden is not None:
+        seen, blind = _pack(inputs.hidden[:, 0].expand(-1, query.shape[2], inputs.key.shape[2]))
+        inputs = _hiding_alone(inputs)
+    rel_key = inputs.rel_key
     # The interpreter multiplies the bits of bfloat16 numbers as if they were integers.
     inner_dtype = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
     first_key = None if inputs.first_key is None else inputs.first_key.to(torch.int32)
@@ -153,7 +164,7 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     if inputs.dropout > 0:
         seed = torch.randint(2**62, (1,), device=query.device)
         shape = (*query.shape[:3], inputs.key.shape[2])
-        kept = dropout_bits_op(seed, first_key, shape, inputs.window, inputs.dropout)
+        kept = dropout_bits_op(seed, first_key, shape, inputs.window, inputs.future, inputs.dropout)
     width = query.shape[-1]
 
     def widened(tensor: Tensor | None) -> Tensor | None:
@@ -171,12 +182,41 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
         inputs.key_mask,
         first_key,
         kept,
+        seen,
+        blind,
         inputs.window,
+        inputs.future,
         inputs.scaling,
         inputs.dropout,
         inputs.order,
     )
     return output[..., :width].to(dtype), None
+
+
+def _pack(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Of (B or 1, L, K) bool: the pairs that are seen, as bits, (B or 1, L, words) int32; queries that see nothing,
+    (B or 1, L) bool, which have the bits of all keys."""
+    blind, K = hidden.all(-1), hidden.shape[-1]
+    powers = 1 << torch.arange(8, dtype=torch.uint8, device=hidden.device)
+    packed = []
+    # Some rows at a time, because each operation has a byte for each of their pairs.
+    for some, nothing in zip(hidden.split(4096, 1), blind.split(4096, 1), strict=True):
+        seen = F.pad(~some | nothing[..., None], (0, 32 * _words(K) - K)).unflatten(-1, (-1, 8))
+        packed.append((seen * powers).sum(-1, dtype=torch.uint8))
+    return torch.cat(packed, dim=1).view(torch.int32), blind
+
+
+def _hiding_alone(inputs: AttentionInputs) -> AttentionInputs:
+    """The same where a query sees all that `hidden` leaves it, and the mean of all keys where that is nothing: with a
+    row for every distance, though those further than `future` change nothing."""
+    L, K, future = inputs.query.shape[2], inputs.key.shape[2], inputs.future or 0
+    inputs = inputs._replace(future=max(future, L - 1), window=None, key_mask=None, first_key=None)
+    if future >= L - 1:
+        return inputs
+    last = torch.arange(K + L - 1, device=inputs.query.device).clamp(max=K + future - 1)
+    both = (inputs.rel_key, inputs.rel_bias)
+    rel_key, rel_bias = (None if rows is None else rows[:, last] for rows in both)
+    return inputs._replace(rel_key=rel_key, rel_bias=rel_bias)
 
 
 if triton is not None:
@@ -219,7 +259,7 @@ if triton is not None:
         return biased
 
     @triton.jit
-    def _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window, order=None):
+    def _hide(scores, i0, j0, key_mask, first_key, seen, blind, masks, batch, L, K, words, window, future, order=None):
         """-∞ in place of the scores of keys that a query does not see, as `visible_keys` has it.
 
         Also where a tile is seen whole. A branch around it would cost less, but ptxas may then take the registers of
@@ -230,28 +270,49 @@ if triton is not None:
         N: tl.constexpr = scores.shape[1]
         i = i0 + (K - L) + tl.arange(0, M)[:, None]
         j = j0 + tl.arange(0, N)[None, :]
+        rows = tl.minimum(i0 + tl.arange(0, M), L - 1)
         if order is not None:
             j = tl.load(order + j, mask=j < K, other=K).to(tl.int32)
-        visible = j <= i
+        if future is None:
+            visible = j <= i
+        else:
+            visible = (j <= i + future) & (j < K)
         if window is not None:
             visible = visible & (j >= i - window)
         if first_key is not None:
-            rows = tl.minimum(i0 + tl.arange(0, M), L - 1)
             visible = visible & (j >= tl.load(first_key + batch * L + rows)[:, None])
+            if future is not None:
+                # Where the documents of the keys begin.
+                begins = tl.load(first_key + batch * L + (j - (K - L)), mask=(j >= K - L) & (j < K), other=0)
+                visible = visible & (begins <= i)
         if key_mask is not None:
             real = tl.load(key_mask + batch * K + j, mask=j < K, other=0) != 0
             visible = (visible & real) | (j == i)
+        if seen is not None:
+            mask = batch % masks * L
+            visible = visible & _bits(seen + mask * words, i0, j0, L, words, M, N)
+            scores = tl.where(tl.load(blind + mask + rows)[:, None] != 0, 0.0, scores)
         return tl.where(visible, scores, -float("inf"))
 
     @triton.jit
-    def _key_range(i0, first_key, batch, L, K, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-        """The keys that a block of queries sees: from a multiple of BLOCK_N up to the last one's own."""
+    def _key_range(i0, first_key, batch, L, K, window, future, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+        """The keys that a block of queries sees: from a multiple of BLOCK_N up to the last one's own, or its last."""
         start = 0
         if window is not None:
             start = tl.maximum(i0 + (K - L) - window, 0) // BLOCK_N * BLOCK_N
         if first_key is not None:
             start = tl.maximum(tl.load(first_key + batch * L + i0) // BLOCK_N * BLOCK_N, start)
-        return start, tl.minimum(i0 + BLOCK_M + (K - L), K)
+        end = i0 + BLOCK_M
+        if future is not None:
+            end = tl.minimum(end + future, L)
+            if first_key is not None:
+                end = _end_of_queries(first_key + batch * L, i0 + BLOCK_M - 1 + (K - L), i0, end)
+        return start, tl.minimum(end + (K - L), K)
+
+    @triton.jit
+    def _row_count(K, future):
+        """How many rows rel_key has, R."""
+        return K if future is None else K + future
 
     @triton.jit
     def _end_of_queries(first_key, j, start, end):
@@ -269,7 +330,7 @@ if triton is not None:
         rel_key,
         rel_bias,
         first,
-        K,
+        R,
         stride,
         D: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -282,11 +343,11 @@ if triton is not None:
         """
         rows = first + tl.arange(0, BLOCK)
         if order is not None:
-            rows = tl.load(order + tl.minimum(tl.maximum(rows, 0), K - 1)).to(tl.int32)
-        relative = _load_rows(rel_key, rows, K, stride, D, query.shape[1])
+            rows = tl.load(order + tl.minimum(tl.maximum(rows, 0), R - 1)).to(tl.int32)
+        relative = _load_rows(rel_key, rows, R, stride, D, query.shape[1])
         scores = tl.dot(query, tl.trans(relative), input_precision=PRECISION)
         if rel_bias is not None:
-            row = tl.load(rel_bias + tl.minimum(tl.maximum(rows, 0), K - 1))
+            row = tl.load(rel_bias + tl.minimum(tl.maximum(rows, 0), R - 1))
             scores += row.to(tl.float32)[None, :]
         return scores
 
@@ -317,11 +378,11 @@ if triton is not None:
 
     @triton.jit
     def _position_scores(
-        query, rel_key, rel_bias, first, K, stride, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
+        query, rel_key, rel_bias, first, R, stride, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
     ):
         """(b) + (d) of a tile by key, both of its blocks of rows computed."""
-        low = _distance_scores(query, rel_key, rel_bias, first, K, stride, D, BLOCK, PRECISION)
-        high = _distance_scores(query, rel_key, rel_bias, first + BLOCK, K, stride, D, BLOCK, PRECISION)
+        low = _distance_scores(query, rel_key, rel_bias, first, R, stride, D, BLOCK, PRECISION)
+        high = _distance_scores(query, rel_key, rel_bias, first + BLOCK, R, stride, D, BLOCK, PRECISION)
         return _shift(low, high)
 
     @triton.jit
@@ -332,18 +393,18 @@ if triton is not None:
         return _pieces(gradient, gradient, tl.arange(0, M) + (N - M + 1))
 
     @triton.jit
-    def _kept(kept, i0, j0, L, words, M: tl.constexpr, N: tl.constexpr):
-        """(M, N): which probabilities survive dropout, from the bits of a head, `words` to a row."""
+    def _bits(bits, i0, j0, L, words, M: tl.constexpr, N: tl.constexpr):
+        """(M, N): which probabilities survive dropout, or are seen, from the bits of a head, `words` to a row."""
         WIDTH: tl.constexpr = 32 if N > 32 else N
         rows = tl.minimum(i0 + tl.arange(0, M), L - 1)
-        tile = tl.load(kept + rows[:, None] * words + (j0 // 32 + tl.arange(0, N // WIDTH))[None, :])
+        tile = tl.load(bits + rows[:, None] * words + (j0 // 32 + tl.arange(0, N // WIDTH))[None, :])
         # Bit 8e + s of a word is column 8e + s. A thread holds columns that differ by 8: it shifts by its own s, and
         # masks with the constants 1 << 8e.
         bits = tile[:, :, None, None] >> (j0 % 32 + tl.arange(0, 8))[None, None, None, :]
         bits &= (1 << (tl.arange(0, WIDTH // 8) * 8))[None, None, :, None]
         return tl.reshape(bits, (M, N)) != 0
 
-    @triton.jit(do_not_specialize=["H", "L", "K", "words", "window", "threshold"])
+    @triton.jit(do_not_specialize=["H", "L", "K", "words", "window", "future", "threshold"])
     def _dropout_kernel(
         kept,
         seed,
@@ -353,6 +414,7 @@ if triton is not None:
         K,
         words,
         window,
+        future,
         threshold,
         BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr,
@@ -369,7 +431,7 @@ if triton is not None:
         seed = tl.load(seed)
         zeros = tl.zeros((BLOCK_M, BLOCK_N // 32), tl.int32)
         i = i0 + tl.arange(0, BLOCK_M)[:, None]
-        start, end = _key_range(i0, first_key, (pair // H).to(tl.int64), L, K, window, BLOCK_M, BLOCK_N)
+        start, end = _key_range(i0, first_key, (pair // H).to(tl.int64), L, K, window, future, BLOCK_M, BLOCK_N)
         for j0 in range(start, end, BLOCK_N):
             column = j0 // 32 + tl.arange(0, BLOCK_N // 32)[None, :]
             word = zeros
@@ -383,7 +445,7 @@ if triton is not None:
 
     # ----------------------------------------------------------------------------------------------- forward
 
-    @triton.jit(do_not_specialize=["H", "L", "K", "words", "window"])
+    @triton.jit(do_not_specialize=["H", "L", "K", "words", "masks", "window", "future"])
     def _forward_kernel(
         query,
         key,
@@ -395,6 +457,8 @@ if triton is not None:
         key_mask,
         first_key,
         kept,
+        seen,
+        blind,
         order,
         output,
         log_sum,
@@ -407,7 +471,9 @@ if triton is not None:
         L,
         K,
         words,
+        masks,
         window,
+        future,
         scaling_log2,
         keep_scale,
         D: tl.constexpr,
@@ -433,18 +499,19 @@ if triton is not None:
         i = i0 + tl.arange(0, BLOCK_M)
         q = _load_rows(query, i, L, query_strides[2], D, WIDTH)
         q_content = _with_bias(q, content_bias, head, D, WIDTH)
-        start, end = _key_range(i0, first_key, batch, L, K, window, BLOCK_M, BLOCK_N)
+        start, end = _key_range(i0, first_key, batch, L, K, window, future, BLOCK_M, BLOCK_N)
+        R = _row_count(K, future)
         if order is not None:
             # The oldest keys may lie anywhere.
             start = 0
         if rel_key is not None:
             rel_key += head * rel_key_strides[0]
             if rel_bias is not None:
-                rel_bias += head * K
+                rel_bias += head * R
             q_position = _with_bias(q, position_bias, head, D, WIDTH)
             first = L - BLOCK_M - i0 + start
             low = _distance_scores(
-                q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION, order
+                q_position, rel_key, rel_bias, first, R, rel_key_strides[1], D, BLOCK_N, PRECISION, order
             )
 
         maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
@@ -457,11 +524,13 @@ if triton is not None:
             if rel_key is not None:
                 first += BLOCK_N
                 high = _distance_scores(
-                    q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION, order
+                    q_position, rel_key, rel_bias, first, R, rel_key_strides[1], D, BLOCK_N, PRECISION, order
                 )
                 scores += _shift(low, high)
                 low = high
-            scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window, order)
+            scores = _hide(
+                scores, i0, j0, key_mask, first_key, seen, blind, masks, batch, L, K, words, window, future, order
+            )
 
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
             # A row may see nothing until its last tiles; ∞ - ∞ must not reach the exponential.
@@ -471,7 +540,7 @@ if triton is not None:
             maximum = new_maximum
             total = total * rescale + tl.sum(weights, 1)
             if kept is not None:
-                weights = tl.where(_kept(kept, i0, j0, L, words, BLOCK_M, BLOCK_N), weights, 0.0)
+                weights = tl.where(_bits(kept, i0, j0, L, words, BLOCK_M, BLOCK_N), weights, 0.0)
             v = _load_rows(value, j, K, value_strides[2], D, WIDTH)
             attended = tl.dot(weights.to(v.dtype), v, attended * rescale[:, None], input_precision=PRECISION)
 
@@ -484,11 +553,11 @@ if triton is not None:
 
     @triton.jit
     def _add_distance_gradient(
-        gradient, query, d_rel_key, d_rel_bias, first, K, scaling, D: tl.constexpr, PRECISION: tl.constexpr
+        gradient, query, d_rel_key, d_rel_bias, first, R, scaling, D: tl.constexpr, PRECISION: tl.constexpr
     ):
         """Add a (queries, distances) tile's share to the gradients of rel_key and rel_bias from row `first` on."""
         rows = first + tl.arange(0, gradient.shape[1])
-        inside = (rows >= 0) & (rows < K)
+        inside = (rows >= 0) & (rows < R)
         if d_rel_bias is not None:
             share = tl.sum(gradient.to(tl.float32), 0) * scaling
             tl.atomic_add(d_rel_bias + rows, share, mask=inside, sem="relaxed")
@@ -507,7 +576,7 @@ if triton is not None:
         columns = tl.arange(0, gradient.shape[1])
         tl.atomic_add(pointer + columns, tl.sum(gradient, 0) * scaling, mask=columns < D, sem="relaxed")
 
-    @triton.jit(do_not_specialize=["B", "H", "L", "K", "words", "window"])
+    @triton.jit(do_not_specialize=["B", "H", "L", "K", "words", "masks", "window", "future"])
     def _backward_query_kernel(
         query,
         key,
@@ -519,6 +588,8 @@ if triton is not None:
         key_mask,
         first_key,
         kept,
+        seen,
+        blind,
         output,
         log_sum,
         d_output,
@@ -540,7 +611,9 @@ if triton is not None:
         L,
         K,
         words,
+        masks,
         window,
+        future,
         scaling,
         scaling_log2,
         keep_scale,
@@ -562,14 +635,15 @@ if triton is not None:
         owner = head
         if PARTIAL:
             owner += tl.program_id(1).to(tl.int64) * H
+        R = _row_count(K, future)
         if rel_key is not None:
             rel_key += head * rel_key_strides[0]
             if rel_bias is not None:
-                rel_bias += head * K
+                rel_bias += head * R
             if d_rel_key is not None:
-                d_rel_key += owner * K * D
+                d_rel_key += owner * R * D
             if d_rel_bias is not None:
-                d_rel_bias += owner * K
+                d_rel_bias += owner * R
         in_low = tl.arange(0, BLOCK_N)[None, :] >= BLOCK_M - 1 - tl.arange(0, BLOCK_M)[:, None]
 
         for item in range(tl.program_id(1), B * blocks, tl.num_programs(1)):
@@ -600,7 +674,7 @@ if triton is not None:
             # Rows from L on get probability 0, hence no gradient.
             row_log_sum = tl.load(log_sum + pair * L + i, mask=i < L, other=float("inf"))
 
-            start, end = _key_range(i0, first_key, batch, L, K, window, BLOCK_M, BLOCK_N)
+            start, end = _key_range(i0, first_key, batch, L, K, window, future, BLOCK_M, BLOCK_N)
             d_q_content = tl.zeros((BLOCK_M, WIDTH), tl.float32)
             if rel_key is not None:
                 q_position = _with_bias(q, position_bias, head, D, WIDTH)
@@ -614,36 +688,42 @@ if triton is not None:
                 scores = tl.dot(q_content, tl.trans(k), input_precision=PRECISION)
                 if rel_key is not None:
                     scores += _position_scores(
-                        q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
+                        q_position, rel_key, rel_bias, first, R, rel_key_strides[1], D, BLOCK_N, PRECISION
                     )
-                scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window)
+                scores = _hide(
+                    scores, i0, j0, key_mask, first_key, seen, blind, masks, batch, L, K, words, window, future
+                )
                 probabilities = tl.exp2(scores * scaling_log2 - row_log_sum[:, None])
 
                 v = _load_rows(value_head, j, K, value_strides[2], D, WIDTH)
                 d_probabilities = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
                 if kept is not None:
-                    survives = _kept(kept + pair * L * words, i0, j0, L, words, BLOCK_M, BLOCK_N)
+                    survives = _bits(kept + pair * L * words, i0, j0, L, words, BLOCK_M, BLOCK_N)
                     d_probabilities = tl.where(survives, d_probabilities, 0.0) * keep_scale
                 d_scores = probabilities * (d_probabilities - row_delta[:, None])
                 d_scores = d_scores.to(k.dtype)
                 d_q_content = tl.dot(d_scores, k, d_q_content, input_precision=PRECISION)
 
                 if rel_key is not None:
+                    if blind is not None:
+                        # Scores of a query that sees nothing do not depend on distances.
+                        rows = batch % masks * L + tl.minimum(i, L - 1)
+                        d_scores = tl.where(tl.load(blind + rows)[:, None] != 0, 0.0, d_scores).to(k.dtype)
                     d_joined = _shift_back(d_scores)
                     # The rows of `low` have their other part from the block before.
                     d_low = tl.where(in_low, d_joined, d_joined_before)
                     d_joined_before = d_joined
-                    relative = _load_rows(rel_key, first + tl.arange(0, BLOCK_N), K, rel_key_strides[1], D, WIDTH)
+                    relative = _load_rows(rel_key, first + tl.arange(0, BLOCK_N), R, rel_key_strides[1], D, WIDTH)
                     d_q_position = tl.dot(d_low, relative, d_q_position, input_precision=PRECISION)
-                    _add_distance_gradient(d_low, q_position, d_rel_key, d_rel_bias, first, K, scaling, D, PRECISION)
+                    _add_distance_gradient(d_low, q_position, d_rel_key, d_rel_bias, first, R, scaling, D, PRECISION)
                     first += BLOCK_N
 
             d_q = d_q_content
             if rel_key is not None:
                 d_low = tl.where(in_low, tl.zeros_like(d_joined_before), d_joined_before)
-                relative = _load_rows(rel_key, first + tl.arange(0, BLOCK_N), K, rel_key_strides[1], D, WIDTH)
+                relative = _load_rows(rel_key, first + tl.arange(0, BLOCK_N), R, rel_key_strides[1], D, WIDTH)
                 d_q_position = tl.dot(d_low, relative, d_q_position, input_precision=PRECISION)
-                _add_distance_gradient(d_low, q_position, d_rel_key, d_rel_bias, first, K, scaling, D, PRECISION)
+                _add_distance_gradient(d_low, q_position, d_rel_key, d_rel_bias, first, R, scaling, D, PRECISION)
                 if d_position_bias is not None:
                     _add_bias_gradient(d_position_bias + owner * D, d_q_position, scaling, D)
                 d_q += d_q_position
@@ -662,7 +742,7 @@ if triton is not None:
                 # The next block adds to the same sums from other threads: not before these have been added.
                 tl.debug_barrier()
 
-    @triton.jit(do_not_specialize=["H", "L", "K", "words", "window"])
+    @triton.jit(do_not_specialize=["H", "L", "K", "words", "masks", "window", "future"])
     def _backward_key_kernel(
         query,
         key,
@@ -674,6 +754,8 @@ if triton is not None:
         key_mask,
         first_key,
         kept,
+        seen,
+        blind,
         log_sum,
         d_output,
         delta,
@@ -690,7 +772,9 @@ if triton is not None:
         L,
         K,
         words,
+        masks,
         window,
+        future,
         scaling,
         scaling_log2,
         keep_scale,
@@ -719,18 +803,24 @@ if triton is not None:
         delta += pair.to(tl.int64) * L
         if kept is not None:
             kept += pair.to(tl.int64) * L * words
+        R = _row_count(K, future)
         if rel_key is not None:
             rel_key += head * rel_key_strides[0]
             if rel_bias is not None:
-                rel_bias += head * K
+                rel_bias += head * R
 
         j = j0 + tl.arange(0, BLOCK_N)
         k = _load_rows(key, j, K, key_strides[2], D, WIDTH)
         v = _load_rows(value, j, K, value_strides[2], D, WIDTH)
         d_k = tl.zeros((BLOCK_N, WIDTH), tl.float32)
         d_v = tl.zeros((BLOCK_N, WIDTH), tl.float32)
-        # The first query at or after the first key, and the last that sees the last key.
-        start = tl.maximum(j0 - (K - L), 0) // BLOCK_M * BLOCK_M
+        # The first query at or after the first key, or that sees it from before, and the last that sees the last key.
+        first_query = j0 - (K - L)
+        if future is not None:
+            first_query -= future
+            if first_key is not None and j0 >= K - L:
+                first_query = tl.maximum(first_query, tl.load(first_key + batch * L + j0 - (K - L)) - (K - L))
+        start = tl.maximum(first_query, 0) // BLOCK_M * BLOCK_M
         end = L
         if window is not None:
             end = tl.minimum(j0 + BLOCK_N + window - (K - L), L)
@@ -745,9 +835,9 @@ if triton is not None:
                 q_position = _with_bias(q, position_bias, head, D, WIDTH)
                 first = L - BLOCK_M - i0 + j0
                 scores += _position_scores(
-                    q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
+                    q_position, rel_key, rel_bias, first, R, rel_key_strides[1], D, BLOCK_N, PRECISION
                 )
-            scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window)
+            scores = _hide(scores, i0, j0, key_mask, first_key, seen, blind, masks, batch, L, K, words, window, future)
             row_log_sum = tl.load(log_sum + i, mask=i < L, other=float("inf"))
             probabilities = tl.exp2(scores * scaling_log2 - row_log_sum[:, None])
 
@@ -755,7 +845,7 @@ if triton is not None:
             d_probabilities = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
             weights = probabilities
             if kept is not None:
-                survives = _kept(kept, i0, j0, L, words, BLOCK_M, BLOCK_N)
+                survives = _bits(kept, i0, j0, L, words, BLOCK_M, BLOCK_N)
                 weights = tl.where(survives, probabilities, 0.0)
                 d_probabilities = tl.where(survives, d_probabilities, 0.0) * keep_scale
             d_v = tl.dot(tl.trans(weights.to(d_out.dtype)), d_out, d_v, input_precision=PRECISION)
@@ -827,22 +917,24 @@ if triton is not None:
 
     # What every operator is given first: tensors that the kernels read row by row, and those that they read whole.
     _BY_ROWS = ("query", "key", "value", "rel_key")
-    _WHOLE = ("content_bias", "position_bias", "rel_bias", "key_mask", "first_key", "kept")
+    _WHOLE = ("content_bias", "position_bias", "rel_bias", "key_mask", "first_key", "kept", "seen", "blind")
 
     def _shared_arguments(*inputs) -> dict:
         """The arguments that all kernels have in common, tensors in a layout they can read."""
-        *tensors, window, scaling, dropout = inputs
+        *tensors, window, future, scaling, dropout = inputs
         given = dict(zip((*_BY_ROWS, *_WHOLE), tensors, strict=True))
         for names, lay_out in ((_BY_ROWS, _rows_in_order), (_WHOLE, Tensor.contiguous)):
             given |= {name: lay_out(given[name]) for name in names if given[name] is not None}
-        query, key = given["query"], given["key"]
+        query, key, seen = given["query"], given["key"], given["seen"]
         return given | {
+            "masks": None if seen is None else len(seen),
             **{f"{name}_strides": _strides(given[name]) for name in _BY_ROWS},
             "H": query.shape[1],
             "L": query.shape[2],
             "K": key.shape[2],
             "words": _words(key.shape[2]),
             "window": window,
+            "future": future,
             "scaling_log2": scaling * LOG2_E,
             "keep_scale": 1 / (1 - dropout) if dropout < 1 else 0.0,
             "D": query.shape[3],
@@ -883,19 +975,21 @@ if triton is not None:
             for gradient in empty
         )
 
-    # The package and copies of this file that came with a checkpoint can live in one process, each with its operators.
+    # The package and copies of this file, as `make kernel` has one, can be in one process, each with its operators.
+    _NAMESPACE = __name__.partition(".")[0]
     _SCHEMA = (
         "Tensor query, Tensor key, Tensor value, Tensor? rel_key, Tensor? content_bias, Tensor? position_bias, "
-        "Tensor? rel_bias, Tensor? key_mask, Tensor? first_key, Tensor? kept, SymInt? window, float scaling, "
-        "float dropout"
+        "Tensor? rel_bias, Tensor? key_mask, Tensor? first_key, Tensor? kept, Tensor? seen, Tensor? blind, "
+        "SymInt? window, SymInt? future, float scaling, float dropout"
     )
 
     @torch.library.custom_op(
-        "txl_hf::dropout_bits",
+        f"{_NAMESPACE}::dropout_bits",
         mutates_args=(),
-        schema="(Tensor seed, Tensor? first_key, SymInt[] shape, SymInt? window, float dropout) -> Tensor",
+        schema="(Tensor seed, Tensor? first_key, SymInt[] shape, SymInt? window, SymInt? future, float dropout)"
+        " -> Tensor",
     )
-    def dropout_bits_op(seed, first_key, shape, window, dropout):
+    def dropout_bits_op(seed, first_key, shape, window, future, dropout):
         """Which probabilities of `shape` (B, H, L, K) survive dropout: a bit each, and 1 for those that do.
 
         Bits are drawn for what queries see. Others have any value.
@@ -914,6 +1008,7 @@ if triton is not None:
                 K=K,
                 words=_words(K),
                 window=window,
+                future=future,
                 threshold=threshold,
                 **_DROPOUT_TILE,
             )
@@ -932,7 +1027,7 @@ if triton is not None:
         return triton.cdiv(K, 128) * 4
 
     @torch.library.custom_op(
-        "txl_hf::relative_attention", mutates_args=(), schema=f"({_SCHEMA}, Tensor? order) -> (Tensor, Tensor)"
+        f"{_NAMESPACE}::relative_attention", mutates_args=(), schema=f"({_SCHEMA}, Tensor? order) -> (Tensor, Tensor)"
     )
     def relative_attention_op(*inputs):
         """The attended values, and log2 of the softmax's denominators (B, H, L) for the backward pass.
@@ -960,7 +1055,7 @@ if triton is not None:
         return _empty_output(query)
 
     @torch.library.custom_op(
-        "txl_hf::relative_attention_backward",
+        f"{_NAMESPACE}::relative_attention_backward",
         mutates_args=(),
         schema=f"({_SCHEMA}, Tensor output, Tensor log_sum, Tensor d_output, bool[] needed)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -1001,7 +1096,7 @@ if triton is not None:
         tile = _tile("backward_query", query)
         work = B * triton.cdiv(L, tile["BLOCK_M"])
         partial = torch.are_deterministic_algorithms_enabled()
-        programs = min(work, _partial_sums(H, shared["K"], D) if partial else MOST_PROGRAMS)
+        programs = min(work, _partial_sums(H, shared["K"] + (shared["future"] or 0), D) if partial else MOST_PROGRAMS)
         sums = [
             torch.zeros(
                 (programs, *tensor.shape) if partial else tensor.shape, dtype=torch.float32, device=query.device
@@ -1049,18 +1144,18 @@ if triton is not None:
         )
 
     def _save_for_backward(ctx, inputs, output):
-        *tensors, window, scaling, dropout, _ = inputs
+        *tensors, window, future, scaling, dropout, _ = inputs
         ctx.save_for_backward(*tensors, *output)
-        ctx.constants = window, scaling, dropout
+        ctx.constants = window, future, scaling, dropout
         ctx.set_materialize_grads(False)
 
     def _backward(ctx, d_output, _):
         *tensors, output, log_sum = ctx.saved_tensors
         if d_output is None:
-            return (None,) * 14
+            return (None,) * 17
         needed = list(ctx.needs_input_grad[:7])
         gradients = relative_attention_backward_op(*tensors, *ctx.constants, output, log_sum, d_output, needed)
-        return *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), *(None,) * 7
+        return *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), *(None,) * 10
 
     relative_attention_op.register_autograd(_backward, setup_context=_save_for_backward)
 
@@ -1074,5 +1169,6 @@ register(
         follows_order=True,
         needs_hidden=False,
         captures=True,
+        both_ways=True,
     )
 )
