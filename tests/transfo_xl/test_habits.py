@@ -9,7 +9,12 @@ import torch
 from torch import nn
 from transformers import BatchEncoding, GenerationConfig, Trainer, TrainingArguments
 
-from txl_hf import MemoryLengths, TransfoXLForCausalLM
+from txl_hf import (
+    MemoryLengths,
+    TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
+    TransfoXLForTokenClassification,
+)
 from txl_hf.transfo_xl import adaptive_transfo_xl as adaptive
 from txl_hf.transfo_xl import modeling_transfo_xl as modeling
 from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
@@ -169,6 +174,38 @@ def test_a_call_that_raises_leaves_cache_model_and_configuration_as_they_were(ma
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
     found = model(more, past_key_values=cache).logits
     assert torch.equal(found, model(more, past_key_values=expected).logits)
+
+
+CLASSES = {"labels": torch.tensor([0, 1])}
+OF_CLASSIFIERS = {
+    "a class outside": (TransfoXLForSequenceClassification, {"labels": torch.tensor([0, 9])}),
+    "classes of another shape": (TransfoXLForSequenceClassification, {"labels": torch.zeros(3, dtype=torch.long)}),
+    "classes of floats": (TransfoXLForSequenceClassification, {"labels": torch.zeros(2)}),
+    "a number of items": (TransfoXLForSequenceClassification, CLASSES | {"num_items_in_batch": "many"}),
+    "rows that may be padded": (TransfoXLForSequenceClassification, {"attention_mask": None}),
+    "a token's class outside": (TransfoXLForTokenClassification, {"labels": torch.full((2, 3), 9)}),
+    "labels of another shape": (TransfoXLForTokenClassification, {"labels": torch.zeros(2, 4, dtype=torch.long)}),
+    "labels of floats": (TransfoXLForTokenClassification, {"labels": torch.zeros(2, 3)}),
+    "items of tokens": (
+        TransfoXLForTokenClassification,
+        {"labels": torch.zeros(2, 3, dtype=torch.long), "num_items_in_batch": [3]},
+    ),
+}
+
+
+@pytest.mark.parametrize("make_cache", [MemoryCache, StaticMemoryCache])
+@pytest.mark.parametrize(("head", "wrong"), OF_CLASSIFIERS.values(), ids=OF_CLASSIFIERS)
+@torch.no_grad()
+def test_a_call_of_a_classifier_that_raises_leaves_its_cache(make_model, make_ids, head, wrong, make_cache):
+    model, text, more = make_model(model_class=head, num_labels=3), make_ids(2, 5), make_ids(2, 3, seed=1)
+    cache, expected = make_cache(model.config), make_cache(model.config)
+    given = {"attention_mask": torch.ones(2, 3)}
+    for each in (cache, expected):
+        model(text, attention_mask=torch.ones(2, 5), past_key_values=each)
+    with pytest.raises(ValueError):
+        model(more, past_key_values=cache, **given | wrong)
+    found = model(more, past_key_values=cache, **given).logits
+    assert torch.equal(found, model(more, past_key_values=expected, **given).logits)
 
 
 @torch.no_grad()

@@ -887,8 +887,16 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 classes that are no integers, or neither -100 nor in [0, num_labels).
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        check_inputs({}, input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        check_inputs({}, input_ids=input_ids, inputs_embeds=inputs, attention_mask=attention_mask, labels=labels)
+        check_numbers(num_items_in_batch)
+        if labels is not None and inputs is not None:
+            labels = labels_of_rows(labels, len(inputs), self.config)
         if input_ids is not None:
+            if attention_mask is None and self.config.pad_token_id is None and len(input_ids) > 1:
+                raise ValueError(
+                    "a batch of several rows may hold padding: give attention_mask, or set config.pad_token_id"
+                )
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             if attention_mask is None and self.config.pad_token_id is not None and not self.config.positions.recurrent:
                 # These positions are counted from the last real token, of which the mask alone tells.
@@ -913,7 +921,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         logits = self._of_last_real_token(scores, input_ids, attention_mask)
         loss = None
         if labels is not None:
-            labels = labels_of_rows(labels, logits, self.config)
+            labels = labels.to(logits.dtype) if labels.is_floating_point() else labels
             count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
             count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
             loss = self.loss_function(
@@ -931,12 +939,8 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             real = attention_mask[:, -segment_length:] != 0
         elif self.config.pad_token_id is not None and input_ids is not None:
             real = input_ids != self.config.pad_token_id
-        elif len(scores) == 1 or input_ids is None:
-            return scores[:, -1]
         else:
-            raise ValueError(
-                "a batch of several rows may hold padding: give attention_mask, or set config.pad_token_id"
-            )
+            return scores[:, -1]
         real = real.to(scores.device)
         last = (torch.arange(segment_length, device=scores.device) * real).argmax(-1)
         found = scores[torch.arange(len(scores), device=scores.device), last]
@@ -992,6 +996,14 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         check_inputs({}, labels=labels)
+        check_numbers(num_items_in_batch)
+        if labels is not None and check_targets("labels", labels, input_ids, inputs_embeds):
+            if self.num_labels == 1:
+                raise ValueError(
+                    "labels of num_labels=1 teach nothing, since there is one class: give more, or take a loss of "
+                    "your own of the logits"
+                )
+            check_labels(labels, self.num_labels, "the classes")
         outputs = self.transformer(
             input_ids,
             mems=mems,
@@ -1010,13 +1022,6 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
         logits = self.score(outputs.last_hidden_state)
         loss, losses = None, None
         if labels is not None:
-            if self.num_labels == 1:
-                raise ValueError(
-                    "labels of num_labels=1 teach nothing, since there is one class: give more, or take a loss of "
-                    "your own of the logits"
-                )
-            check_targets("labels", labels, logits.shape[:2])
-            check_labels(labels, self.num_labels, "the classes")
             targets = labels.to(logits.device, torch.long)
             losses = F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten(), reduction="none")
             losses = losses.view(labels.shape)
