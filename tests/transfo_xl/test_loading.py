@@ -620,7 +620,30 @@ class Wider(TransfoXLModel):
         self.post_init()
 
 
-NEW = {Driver: "head", ActorCritic: "value", Wider: "extra"}
+class Labeller(TransfoXLPreTrainedModel):
+    """Its head has the name of our softmax."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.transformer = TransfoXLModel(config)
+        self.lm_head = torch.nn.Linear(config.d_model, 2)
+        self.post_init()
+
+
+class Adapted(TransfoXLForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.transformer.layers[1].mlp.adapter = torch.nn.Linear(config.d_model, config.d_model)
+        self.post_init()
+
+
+NEW = {
+    Driver: "head",
+    ActorCritic: "value",
+    Wider: "extra",
+    Labeller: "lm_head",
+    Adapted: "transformer.layers.1.mlp.adapter",
+}
 
 
 @pytest.mark.parametrize("model_class", NEW)
