@@ -119,6 +119,14 @@ class TransfoXLLayoutModel(PreTrainedModel):
 
     _keys_to_ignore_on_load_unexpected = NOT_WEIGHTS
 
+    def __init__(self, config: TransfoXLConfig, *args, **kwargs):
+        # transformers finds the layout by `model_type`, which a file may have otherwise, and a derived class too.
+        config.model_type = own = type(config).model_type
+        if get_checkpoint_conversion_mapping(own) is None:
+            layout = get_checkpoint_conversion_mapping(TransfoXLConfig.model_type)
+            register_checkpoint_conversion_mapping(own, layout)
+        super().__init__(config, *args, **kwargs)
+
     @classmethod
     def from_pretrained(
         cls,
