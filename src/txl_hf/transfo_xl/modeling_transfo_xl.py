@@ -540,8 +540,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 None: see `config.initial_memory`.
             attention_mask: (B, n), 1 = real, 0 = padding, for the last n of the m + L keys, of the segment (n = L),
                 the memory too (n = m + L) or the whole text so far: see `make_key_mask`. Padding is never attended to,
-                neither now nor later. A padded row equals the row alone; a row whose memory columns are all 0 starts
-                fresh.
+                now or later, and a padded row equals the row alone: zeros in front of any such mask stand before its
+                text, as zero states with `initial_memory="zeros"`. A row whose memory columns are all 0 starts fresh.
             past_key_values: the memory as projected keys and values, continued in place. An empty one starts from
                 `mems`, or from the initial memory. It belongs to the weights that filled it: after they have changed,
                 `past_key_values.reset()` and read the text anew.
@@ -902,21 +902,10 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 # These positions are counted from the last real token, of which the mask alone tells.
                 real = input_ids != self.config.pad_token_id
                 attention_mask = real.flip(1).cumsum(1).flip(1) > 0
-        outputs = self.transformer(
-            input_ids,
-            mems=mems,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            lengths=lengths,
-            mems_mask=mems_mask,
-            resets=resets,
-            position_ids=position_ids,
-            seq_idx=seq_idx,
-            return_dict=True,
-            **kwargs,
-        )
+        memory = {"mems": mems, "mems_mask": mems_mask, "past_key_values": past_key_values, "use_cache": use_cache}
+        masks = {"attention_mask": attention_mask, "resets": resets, "position_ids": position_ids, "seq_idx": seq_idx}
+        kwargs |= {"inputs_embeds": inputs_embeds, "lengths": lengths, "return_dict": True}
+        outputs = self.transformer(input_ids, **memory, **masks, **kwargs)
         scores = self.score(outputs.last_hidden_state)
         logits = self._of_last_real_token(scores, input_ids, attention_mask)
         loss = None
@@ -1004,21 +993,10 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
                     "your own of the logits"
                 )
             check_labels(labels, self.num_labels, "the classes")
-        outputs = self.transformer(
-            input_ids,
-            mems=mems,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            lengths=lengths,
-            mems_mask=mems_mask,
-            resets=resets,
-            position_ids=position_ids,
-            seq_idx=seq_idx,
-            return_dict=True,
-            **kwargs,
-        )
+        memory = {"mems": mems, "mems_mask": mems_mask, "past_key_values": past_key_values, "use_cache": use_cache}
+        masks = {"attention_mask": attention_mask, "resets": resets, "position_ids": position_ids, "seq_idx": seq_idx}
+        kwargs |= {"inputs_embeds": inputs_embeds, "lengths": lengths, "return_dict": True}
+        outputs = self.transformer(input_ids, **memory, **masks, **kwargs)
         logits = self.score(outputs.last_hidden_state)
         loss, losses = None, None
         if labels is not None:
