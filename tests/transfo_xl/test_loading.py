@@ -678,7 +678,7 @@ class OwnType(TransfoXLForCausalLM):
 @pytest.mark.parametrize("loader", [OwnType, TransfoXLForCausalLM, TransfoXLForTokenClassification, TransfoXLModel])
 @pytest.mark.parametrize("model_type", ["own-xl", "another", None])
 def test_a_model_type_of_ones_own_has_the_layout_of_ours(tmp_path, loader, model_type):
-    """What was begun from a folder of ours was written in a layout by which no class read it."""
+    """A model that began from a folder of ours was written in a layout by which no class read it."""
     expected = build()
     expected.save_pretrained(tmp_path / "ours")
     OwnType.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "own")
