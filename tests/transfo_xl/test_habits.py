@@ -129,8 +129,9 @@ def test_what_was_asked_for_is_the_last_output_where_a_batch_is_padded(make_mode
     model, ids = make_model(), make_ids(2, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     for asked in ({"output_attentions": True}, {"output_hidden_states": True}):
-        last = model(ids, attention_mask=mask, **asked)[-1]
-        assert isinstance(last, tuple) and len(last) == 2 + ("output_hidden_states" in asked)
+        for labels in (None, ids):
+            last = model(ids, attention_mask=mask, labels=labels, **asked)[-1]
+            assert isinstance(last, tuple) and len(last) == 2 + ("output_hidden_states" in asked)
 
 
 # --- calls that fail -------------------------------------------------------------------------------------------------

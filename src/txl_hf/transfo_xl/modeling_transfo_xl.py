@@ -101,6 +101,8 @@ class _HeadOutput(ModelOutput):
         cache: Cache | None = None
     else:
         past_key_values: Cache | None = None
+    # Before what has to be asked for, which many programs take as the last output.
+    losses: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
 
@@ -116,8 +118,6 @@ class TransfoXLCausalLMOutput(_HeadOutput):
             target in target order, 0 where ignored.
     """
 
-    losses: Tensor | None = None
-
     @property
     def prediction_scores(self) -> Tensor | None:
         """`logits` by the name that the legacy class gave them."""
@@ -130,7 +130,7 @@ class TransfoXLSequenceClassifierOutput(_HeadOutput):
     Args:
         loss: scalar, with labels.
         logits: (B, num_labels), the scores of the last real token; NaN in a row that has none.
-        mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
+        mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`. losses: None.
     """
 
 
@@ -143,8 +143,6 @@ class TransfoXLTokenClassifierOutput(_HeadOutput):
         mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
         losses: (B, L), fp32 or fp64 where the scores are, with labels: the cross-entropy of each, 0 where ignored.
     """
-
-    losses: Tensor | None = None
 
 
 class TransfoXLKeywords(TypedDict, total=False):
