@@ -87,6 +87,15 @@ def test_labels_that_are_shifted_already_are_told_of(make_model, make_ids, warni
     assert len(warnings_of) == 1 and "give them as shift_labels" in warnings_of[0]
 
 
+def test_modules_and_ties_have_their_legacy_names(make_model, make_config):
+    model = make_model()
+    assert model.crit is model.lm_head and model.transformer.word_emb is model.transformer.embed_tokens
+    assert not [name for name in model.state_dict() if "crit" in name or "word_emb" in name]
+    assert model.config.tie_weight and not make_config(tie_weight=False).tie_word_embeddings
+    model.config.tie_weight = False
+    assert not model.config.tie_word_embeddings and "tie_weight" not in model.config.to_dict()
+
+
 def test_logits_come_beside_a_loss_in_evaluation_mode_where_they_are_small(
     make_model, make_ids, monkeypatch, warnings_of
 ):

@@ -496,6 +496,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
     With `vocab_size=0` it has no table of tokens and reads vectors, `inputs_embeds`, alone.
     """
 
+    word_emb = property(lambda model: model.embed_tokens, doc="`embed_tokens` by its legacy name.")
+
     def __init__(self, config: TransfoXLConfig):
         super().__init__(config)
         if config.vocab_size > 0:
@@ -700,6 +702,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
 class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
     """Transformer-XL with the adaptive softmax over the next token."""
 
+    crit = property(lambda model: model.lm_head, doc="`lm_head` by its legacy name.")
+
     def __init__(self, config: TransfoXLConfig):
         if config.vocab_size == 0:
             raise ValueError(
@@ -789,21 +793,10 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             check_labels(targets.flatten(), self.config.vocab_size)
         elif targets is not None:
             in_order = self.lm_head.sort_targets(targets.flatten())
-        outputs = self.transformer(
-            input_ids,
-            mems=mems,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            lengths=lengths,
-            mems_mask=mems_mask,
-            resets=resets,
-            position_ids=position_ids,
-            seq_idx=seq_idx,
-            return_dict=True,
-            **kwargs,
-        )
+        memory = {"mems": mems, "mems_mask": mems_mask, "past_key_values": past_key_values, "use_cache": use_cache}
+        masks = {"attention_mask": attention_mask, "resets": resets, "position_ids": position_ids, "seq_idx": seq_idx}
+        kwargs |= {"inputs_embeds": inputs_embeds, "lengths": lengths, "return_dict": True}
+        outputs = self.transformer(input_ids, **memory, **masks, **kwargs)
         hidden_states = outputs.last_hidden_state
         if given is None or targets is None:
             logits = self.lm_head(_keep(hidden_states, logits_to_keep), top_k=logits_top_k)
