@@ -169,6 +169,21 @@ WRONG = {
 }
 
 
+@torch.no_grad()
+def test_a_cache_of_a_call_that_ended_inside_the_layers_is_refused(make_model, make_ids):
+    model, cache = make_model(), MemoryCache(make_model().config)
+    model(make_ids(2, 4), past_key_values=cache)
+    hook = model.transformer.layers[1].register_forward_pre_hook(lambda *_: exec("raise KeyboardInterrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        model(make_ids(2, 3), past_key_values=cache)
+    hook.remove()
+    with pytest.raises(ValueError, match="ended inside the layers"):
+        model(make_ids(2, 3), past_key_values=cache)
+    cache.reset()
+    again = model(make_ids(2, 3), past_key_values=cache).logits
+    torch.testing.assert_close(again, model(make_ids(2, 3)).logits)
+
+
 @pytest.mark.parametrize("make_cache", [MemoryCache, StaticMemoryCache])
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 @torch.no_grad()
