@@ -431,7 +431,7 @@ def keep_layout(rel_key: Tensor) -> Tensor:
 
 
 def dropout(module: nn.Module, states: Tensor) -> Tensor:
-    """`module(states)`, for states (…) of any shape. It draws from PyTorch's generator, other numbers than PyTorch."""
+    """`module(states)`, for states (…) of any shape. It draws other numbers than PyTorch, from the same generator."""
     if module.training and states.is_cpu and _drops(module) and is_plain(states):
         return _Drop.apply(states, module.p)
     return module(states)
