@@ -893,6 +893,7 @@ RECORDS = {
     "parquet": None,
     "jsonl.gz": None,
 }
+RECORDS["ndjson"] = RECORDS["jsonl"]
 
 
 @pytest.mark.parametrize("kind", RECORDS)

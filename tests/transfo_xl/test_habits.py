@@ -9,7 +9,12 @@ import torch
 from torch import nn
 from transformers import BatchEncoding, GenerationConfig, Trainer, TrainingArguments
 
-from txl_hf import MemoryLengths, TransfoXLForCausalLM
+from txl_hf import (
+    MemoryLengths,
+    TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
+    TransfoXLForTokenClassification,
+)
 from txl_hf.transfo_xl import adaptive_transfo_xl as adaptive
 from txl_hf.transfo_xl import modeling_transfo_xl as modeling
 from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
@@ -82,6 +87,15 @@ def test_labels_that_are_shifted_already_are_told_of(make_model, make_ids, warni
     assert len(warnings_of) == 1 and "give them as shift_labels" in warnings_of[0]
 
 
+def test_modules_and_ties_have_their_legacy_names(make_model, make_config):
+    model = make_model()
+    assert model.crit is model.lm_head and model.transformer.word_emb is model.transformer.embed_tokens
+    assert not [name for name in model.state_dict() if "crit" in name or "word_emb" in name]
+    assert model.config.tie_weight and not make_config(tie_weight=False).tie_word_embeddings
+    model.config.tie_weight = False
+    assert not model.config.tie_word_embeddings and "tie_weight" not in model.config.to_dict()
+
+
 def test_logits_come_beside_a_loss_in_evaluation_mode_where_they_are_small(
     make_model, make_ids, monkeypatch, warnings_of
 ):
@@ -124,8 +138,9 @@ def test_what_was_asked_for_is_the_last_output_where_a_batch_is_padded(make_mode
     model, ids = make_model(), make_ids(2, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     for asked in ({"output_attentions": True}, {"output_hidden_states": True}):
-        last = model(ids, attention_mask=mask, **asked)[-1]
-        assert isinstance(last, tuple) and len(last) == 2 + ("output_hidden_states" in asked)
+        for labels in (None, ids):
+            last = model(ids, attention_mask=mask, labels=labels, **asked)[-1]
+            assert isinstance(last, tuple) and len(last) == 2 + ("output_hidden_states" in asked)
 
 
 # --- calls that fail -------------------------------------------------------------------------------------------------
@@ -154,6 +169,21 @@ WRONG = {
 }
 
 
+@torch.no_grad()
+def test_a_cache_of_a_call_that_ended_inside_the_layers_is_refused(make_model, make_ids):
+    model, cache = make_model(), MemoryCache(make_model().config)
+    model(make_ids(2, 4), past_key_values=cache)
+    hook = model.transformer.layers[1].register_forward_pre_hook(lambda *_: exec("raise KeyboardInterrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        model(make_ids(2, 3), past_key_values=cache)
+    hook.remove()
+    with pytest.raises(ValueError, match="ended inside the layers"):
+        model(make_ids(2, 3), past_key_values=cache)
+    cache.reset()
+    again = model(make_ids(2, 3), past_key_values=cache).logits
+    torch.testing.assert_close(again, model(make_ids(2, 3)).logits)
+
+
 @pytest.mark.parametrize("make_cache", [MemoryCache, StaticMemoryCache])
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 @torch.no_grad()
@@ -169,6 +199,38 @@ def test_a_call_that_raises_leaves_cache_model_and_configuration_as_they_were(ma
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
     found = model(more, past_key_values=cache).logits
     assert torch.equal(found, model(more, past_key_values=expected).logits)
+
+
+CLASSES = {"labels": torch.tensor([0, 1])}
+OF_CLASSIFIERS = {
+    "a class outside": (TransfoXLForSequenceClassification, {"labels": torch.tensor([0, 9])}),
+    "classes of another shape": (TransfoXLForSequenceClassification, {"labels": torch.zeros(3, dtype=torch.long)}),
+    "classes of floats": (TransfoXLForSequenceClassification, {"labels": torch.zeros(2)}),
+    "a number of items": (TransfoXLForSequenceClassification, CLASSES | {"num_items_in_batch": "many"}),
+    "rows that may be padded": (TransfoXLForSequenceClassification, {"attention_mask": None}),
+    "a token's class outside": (TransfoXLForTokenClassification, {"labels": torch.full((2, 3), 9)}),
+    "labels of another shape": (TransfoXLForTokenClassification, {"labels": torch.zeros(2, 4, dtype=torch.long)}),
+    "labels of floats": (TransfoXLForTokenClassification, {"labels": torch.zeros(2, 3)}),
+    "items of tokens": (
+        TransfoXLForTokenClassification,
+        {"labels": torch.zeros(2, 3, dtype=torch.long), "num_items_in_batch": [3]},
+    ),
+}
+
+
+@pytest.mark.parametrize("make_cache", [MemoryCache, StaticMemoryCache])
+@pytest.mark.parametrize(("head", "wrong"), OF_CLASSIFIERS.values(), ids=OF_CLASSIFIERS)
+@torch.no_grad()
+def test_a_call_of_a_classifier_that_raises_leaves_its_cache(make_model, make_ids, head, wrong, make_cache):
+    model, text, more = make_model(model_class=head, num_labels=3), make_ids(2, 5), make_ids(2, 3, seed=1)
+    cache, expected = make_cache(model.config), make_cache(model.config)
+    given = {"attention_mask": torch.ones(2, 3)}
+    for each in (cache, expected):
+        model(text, attention_mask=torch.ones(2, 5), past_key_values=each)
+    with pytest.raises(ValueError):
+        model(more, past_key_values=cache, **given | wrong)
+    found = model(more, past_key_values=cache, **given).logits
+    assert torch.equal(found, model(more, past_key_values=expected, **given).logits)
 
 
 @torch.no_grad()

@@ -620,7 +620,30 @@ class Wider(TransfoXLModel):
         self.post_init()
 
 
-NEW = {Driver: "head", ActorCritic: "value", Wider: "extra"}
+class Labeller(TransfoXLPreTrainedModel):
+    """Its head has the name of our softmax."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.transformer = TransfoXLModel(config)
+        self.lm_head = torch.nn.Linear(config.d_model, 2)
+        self.post_init()
+
+
+class Adapted(TransfoXLForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.transformer.layers[1].mlp.adapter = torch.nn.Linear(config.d_model, config.d_model)
+        self.post_init()
+
+
+NEW = {
+    Driver: "head",
+    ActorCritic: "value",
+    Wider: "extra",
+    Labeller: "lm_head",
+    Adapted: "transformer.layers.1.mlp.adapter",
+}
 
 
 @pytest.mark.parametrize("model_class", NEW)
@@ -642,6 +665,38 @@ def test_a_class_of_ones_own_begins_from_a_pretrained_folder(tmp_path, model_cla
     with pytest.raises(CheckpointError, match=r"lacks \S*layers\.1\.mlp_layer_norm\.bias; ignore_mismatched_sizes"):
         model_class.from_pretrained(tmp_path)
     model_class.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+
+
+class OwnConfig(TransfoXLConfig):
+    model_type = "own-xl"
+
+
+class OwnType(TransfoXLForCausalLM):
+    config_class = OwnConfig
+
+
+@pytest.mark.parametrize("loader", [OwnType, TransfoXLForCausalLM, TransfoXLForTokenClassification, TransfoXLModel])
+@pytest.mark.parametrize("model_type", ["own-xl", "another", None])
+def test_a_model_type_of_ones_own_has_the_layout_of_ours(tmp_path, loader, model_type):
+    """A model that began from a folder of ours was written in a layout by which no class read it."""
+    expected = build()
+    expected.save_pretrained(tmp_path / "ours")
+    OwnType.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "own")
+    assert (
+        load_file(tmp_path / "own" / "model.safetensors").keys()
+        == load_file(tmp_path / "ours" / "model.safetensors").keys()
+    )
+    config = json.loads((tmp_path / "own" / "config.json").read_text())
+    assert config.pop("model_type") == "own-xl"
+    (tmp_path / "own" / "config.json").write_text(
+        json.dumps(config | ({"model_type": model_type} if model_type else {}))
+    )
+    model = loader.from_pretrained(tmp_path / "own").eval()
+    torch.testing.assert_close(model(IDS).mems, expected(IDS).mems, **LAST_BIT)
+    # Folders of older versions have the names in memory.
+    tensors = {name: tensor.clone() for name, tensor in expected.state_dict().items()}
+    save_file(tensors, tmp_path / "own" / "model.safetensors", metadata={"format": "pt"})
+    torch.testing.assert_close(loader.from_pretrained(tmp_path / "own")(IDS).mems, expected(IDS).mems, **LAST_BIT)
 
 
 def test_every_tensor_of_our_own_models_is_needed():

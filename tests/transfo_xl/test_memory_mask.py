@@ -541,7 +541,7 @@ def padded_rows(make_ids, lengths, width):
     return texts, ids, mask
 
 
-@pytest.mark.parametrize("cuts", [[11], [4, 7], [1, 4, 6], [3, 1, 1, 6]], ids=str)
+@pytest.mark.parametrize("cuts", [[11], [4, 7], [1, 4, 6], [3, 1, 1, 6], [6, 1, 4]], ids=str)
 @pytest.mark.parametrize("reads", ["mems", "cache", "static", "whole masks"])
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "txl_tiles"])
 @pytest.mark.parametrize("changes", ZEROS.values(), ids=ZEROS)
@@ -553,6 +553,8 @@ def test_a_row_behind_padding_equals_the_row_alone_with_zeros_before_it(
     if reads != "mems" and "ext_len" in changes:
         pytest.skip("ext_len is for mems")
     model = make_model(backend, initial_memory="zeros", mem_len=6, **changes)
+    for layer in model.transformer.layers:
+        layer.self_attn_layer_norm.bias.normal_()
     texts, ids, mask = padded_rows(make_ids, (11, 7, 2, 4), 11)
     memory, seen, found = {}, 0, []
     if reads in ("cache", "static"):
@@ -588,6 +590,48 @@ def test_generate_writes_for_a_padded_row_what_it_writes_for_the_row_alone(make_
         written = model.generate(ids, attention_mask=mask, **options)[:, 9:]
         for row, text in enumerate(texts):
             assert torch.equal(model.generate(text, **options)[0, text.shape[1] :], written[row])
+
+
+@pytest.mark.parametrize("changes", [{}, {"pre_lnorm": True}], ids=str)
+@pytest.mark.parametrize("read", [2, 4, 6])
+def test_generate_goes_on_from_padding_before_zeros(make_model, make_ids, changes, read):
+    """With the mask of the whole text beside the memory of its first part, from mems as from a cache."""
+    model = make_model(initial_memory="zeros", mem_len=6, **changes)
+    texts, ids, mask = padded_rows(make_ids, (6, 5, 1), 9)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}
+    first = {"input_ids": ids[:, :read], "attention_mask": mask[:, :read]}
+    memory = memory_of(model(**first))
+    written = [model.generate(ids[:, read:], attention_mask=mask, **memory, **options)[:, 9 - read :]]
+    for cache in (MemoryCache(model.config), StaticMemoryCache(model.config)):
+        with torch.no_grad():
+            model(**first, past_key_values=cache)
+        written.append(model.generate(ids, attention_mask=mask, past_key_values=cache, **options)[:, 9:])
+    for row, text in enumerate(texts):
+        alone = model.generate(text, **options)[0, text.shape[1] :]
+        assert all(torch.equal(of_batch[row], alone) for of_batch in written)
+
+
+@pytest.mark.parametrize("make_cache", [MemoryCache, StaticMemoryCache])
+@torch.no_grad()
+def test_a_row_that_begins_anew_in_a_cache_sees_zero_states_or_is_refused(make_model, make_ids, make_cache):
+    """With `pre_lnorm` the key of a zero state is that of the norm's bias, and was taken to be zero."""
+    mask = torch.ones(2, 6 + 3)
+    mask[0, :6] = 0
+    for pre_lnorm in (False, True):
+        model = make_model(initial_memory="zeros", mem_len=6, pre_lnorm=pre_lnorm)
+        for layer in model.transformer.layers:
+            layer.self_attn_layer_norm.bias.normal_()
+        cache, kept = make_cache(model.config), make_cache(model.config)
+        for each in (cache, kept):
+            model(make_ids(2, 4), past_key_values=each)
+        new = make_ids(2, 3, seed=1)
+        if pre_lnorm:
+            with pytest.raises(ValueError, match="begins a text behind keys that past_key_values hold already"):
+                model(new, attention_mask=mask, past_key_values=cache)
+            assert torch.equal(model(new, past_key_values=cache).logits, model(new, past_key_values=kept).logits)
+        else:
+            found = model(new, attention_mask=mask, past_key_values=cache).logits
+            close(found[:1], model(new[:1]).logits)
 
 
 def test_padding_before_zeros_gets_no_gradient_and_gives_none(make_model, make_ids):

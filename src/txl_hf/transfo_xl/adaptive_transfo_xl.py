@@ -434,13 +434,9 @@ def targets_of(
     """Targets of the first positions of a segment, int64, (B, L) of shift_labels or (B, L - 1) of labels: as they are
     given, and with -100 for padding (`without_padding`). (None, None) for inputs that the model will refuse."""
     check_inputs({}, labels=labels, shift_labels=shift_labels, attention_mask=attention_mask)
-    inputs, dims = (inputs_embeds, 3) if input_ids is None else (input_ids, 2)
-    both = input_ids is not None and inputs_embeds is not None
-    if both or not isinstance(inputs, Tensor) or inputs.dim() != dims:
-        return None, None
     for name, given in (("shift_labels", shift_labels), ("labels", labels)):
-        if given is not None:
-            check_targets(name, given, inputs.shape[:2])
+        if given is not None and not check_targets(name, given, input_ids, inputs_embeds):
+            return None, None
     if shift_labels is not None:
         targets = shift_labels.long()
     else:
@@ -455,17 +451,23 @@ def targets_of(
                 )
     if attention_mask is None:
         return targets, targets
-    return targets, without_padding(targets, attention_mask, inputs.shape[1])
+    return targets, without_padding(targets, attention_mask, targets.shape[1] + (shift_labels is None))
 
 
-def check_targets(name: str, given: Tensor, shape: torch.Size):
-    if given.shape != shape:
-        raise ValueError(f"{name} are {tuple(given.shape)}, but the inputs are {tuple(shape)}")
+def check_targets(name: str, given: Tensor, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> bool:
+    """Raise a ValueError for labels that do not fit the inputs, (B, L); False where the model will refuse those."""
+    inputs, dims = (inputs_embeds, 3) if input_ids is None else (input_ids, 2)
+    both = input_ids is not None and inputs_embeds is not None
+    if both or not isinstance(inputs, Tensor) or inputs.dim() != dims:
+        return False
+    if given.shape != inputs.shape[:2]:
+        raise ValueError(f"{name} are {tuple(given.shape)}, but the inputs are {tuple(inputs.shape[:2])}")
     if given.is_floating_point() or given.dtype == torch.bool:
         raise ValueError(f"{name} are {given.dtype}, not token ids or classes")
+    return True
 
 
-def check_numbers(num_items_in_batch: Any, logits_to_keep: Any, inputs: Tensor | None):
+def check_numbers(num_items_in_batch: Any, logits_to_keep: Any = 0, inputs: Tensor | None = None):
     """Raise a ValueError for a number of items that is none, or for positions outside the inputs, (B, L, …)."""
     if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor | Number):
         raise ValueError(f"num_items_in_batch={num_items_in_batch!r} must be a number or a tensor of one")
@@ -479,16 +481,16 @@ def check_numbers(num_items_in_batch: Any, logits_to_keep: Any, inputs: Tensor |
             raise ValueError(f"logits_to_keep={logits_to_keep.tolist()} has a position outside of {length} tokens")
 
 
-def labels_of_rows(labels: Tensor, logits: Tensor, config: TransfoXLConfig) -> Tensor:
-    """Labels in the type by which transformers' loss knows what they are: classes int64, numbers as the (B, n) logits.
+def labels_of_rows(labels: Tensor, rows: int, config: TransfoXLConfig) -> Tensor:
+    """Labels in the type by which transformers' loss knows what they are: classes int64, numbers floating-point.
 
     Raises:
         ValueError: see `TransfoXLForSequenceClassification.forward`.
     """
-    rows, num_labels = logits.shape
+    num_labels = config.num_labels
     are_classes = config.problem_type == "single_label_classification"
     if config.problem_type is None:
-        are_classes = num_labels > 1 and labels.shape != logits.shape
+        are_classes = num_labels > 1 and labels.shape != (rows, num_labels)
     one = are_classes or (num_labels == 1 and config.problem_type != "multi_label_classification")
     if labels.shape not in (((rows,), (rows, 1)) if one else ((rows, num_labels),)):
         needed = f"({rows},)" if one else f"({rows}, {num_labels})"
@@ -496,7 +498,7 @@ def labels_of_rows(labels: Tensor, logits: Tensor, config: TransfoXLConfig) -> T
             needed += f", or ({rows}, {num_labels}) where several classes are to be told of each"
         raise ValueError(f"labels are {tuple(labels.shape)}, but {rows} rows need {needed}")
     if not are_classes:
-        return labels.to(logits.dtype)
+        return labels if labels.is_floating_point() else labels.float()
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels are {labels.dtype}, but classes are integers, such as torch.long")
     labels = labels.long()

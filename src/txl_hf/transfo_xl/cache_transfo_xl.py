@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
 from .attention_transfo_xl import working_dtype
 from .configuration_transfo_xl import TransfoXLConfig
-from .masks_transfo_xl import make_key_mask
+from .masks_transfo_xl import make_key_mask, zeros_in_front
 from .positions_transfo_xl import Distances
 
 # The name under which `generate` passes a cache to a model and finds it in outputs: from transformers 5.24 on `cache`.
@@ -514,6 +514,11 @@ def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Ten
         )
     if not held or torch.compiler.is_compiling():
         return
+    if not cache.is_compileable and len({each.get_seq_length() for each in cache.layers if each.is_initialized}) > 1:
+        raise ValueError(
+            "past_key_values hold tokens of a call that ended inside the layers, by Ctrl-C or for want of memory: "
+            "call past_key_values.reset() and read the text anew"
+        )
     keys, computed = held[0], working_dtype(embeds)
     # New keys are written into a static cache's tensors; concatenation in another one gives the wider type, which
     # autocast casts.
@@ -570,44 +575,46 @@ def cached_key_mask(
     return memory_length, key_mask
 
 
-def padding_in_cache(
-    cache: Cache, attention_mask: Tensor | None, segment_length: int, memory_length: int
-) -> Tensor | None:
-    """(B, m + L) bool, which keys a mask of the whole text hides because they are padding in front of it, which the
-    cache holds as zero states; None: there is none, or the mask is of something else."""
-    padding = decoding_state_of(cache).padding
-    if attention_mask is None or padding is None or torch.compiler.is_compiling():
-        return None
-    if attention_mask.shape[1] != (length := text_length(cache) + segment_length):
-        return None
-    places = torch.arange(length - memory_length - segment_length, length, device=padding.device)
-    return (places >= 0) & (places < padding[:, None])
-
-
 def held_keys(cache: Cache, segment_length: int) -> int:
     """How many keys a cache holds before it takes those of a segment."""
     return cache.get_mask_sizes(segment_length, 0)[0] - segment_length
 
 
-def clear_hidden(cache: Cache, key_mask: Tensor, memory_length: int) -> None:
+def clear_hidden(
+    cache: Cache, key_mask: Tensor, attention_mask: Tensor | None, segment_length: int, config: TransfoXLConfig
+) -> Tensor | None:
     """Zero the keys and values that a call hides from now on: an overflow would spread from behind a mask (0 × NaN).
 
-    Keys that were hidden before are left alone, except in a row of which all are hidden now: it starts fresh, and may
-    see them as zero states.
+    Keys that were hidden before are left alone, except in a row of which all are hidden now: it starts fresh.
 
     Args:
-        key_mask: (B, ≥ m) bool, which of the last m keys are real, and others. memory_length: m.
+        key_mask: (B, m + L) bool, which keys are real, by the cache and the `attention_mask` of a call.
+
+    Returns:
+        `zeros_in_front` of the mask, with `initial_memory="zeros"`: these keys are seen, as zero states.
+
+    Raises:
+        ValueError: with `pre_lnorm` a zero state has a key that is not zero, which this cache does not have.
     """
-    before = remembered_mask(cache, memory_length)
-    hidden = ~key_mask[:, :memory_length]
+    m, seen, zeros = key_mask.shape[1] - segment_length, text_length(cache), config.initial_memory == "zeros"
+    before, hidden, padding = remembered_mask(cache, m), ~key_mask[:, :m], decoding_state_of(cache).padding
+    fresh = hidden.all(dim=1, keepdim=True)
+    front = zeros_in_front(attention_mask, segment_length, m + segment_length, before) if zeros else None
     if before is not None:
-        padding = decoding_state_of(cache).padding
-        fresh = hidden.all(dim=1, keepdim=True)
-        if padding is not None:
-            fresh = fresh & (padding[:, None] < text_length(cache))
         hidden = hidden & (before | fresh)
+    if padding is not None:
+        # They are zero states already, as is what precedes them.
+        places = torch.arange(seen - m, seen, device=padding.device)
+        hidden = hidden & ~((places < padding[:, None]) & (padding[:, None] > 0))
     if hidden.any():
+        as_zeros = fresh if front is None else fresh | front[:, :m]
+        if zeros and config.pre_lnorm and (hidden & as_zeros).any():
+            raise ValueError(
+                "attention_mask begins a text behind keys that past_key_values hold already: with pre_lnorm and "
+                'initial_memory="zeros" use a new cache, or mems'
+            )
         clear_keys(cache, hidden)
+    return front
 
 
 def clear_keys(cache: Cache, hidden: Tensor) -> None:

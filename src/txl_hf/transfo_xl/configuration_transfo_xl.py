@@ -196,7 +196,7 @@ class TransfoXLConfig(PreTrainedConfig):
         if self.gating is not None:
             self.pre_lnorm = True
         if "tie_weight" in kwargs:
-            self.tie_word_embeddings = kwargs.pop("tie_weight")
+            self.tie_weight = kwargs.pop("tie_weight")
         self._warn_of_misspelt_fields(kwargs.keys())
         # Before `super().__post_init__`, which reads `layer_types`.
         self._validate_sizes()
@@ -229,6 +229,15 @@ class TransfoXLConfig(PreTrainedConfig):
             near = [field for field in own if len(field) > 4 and name.startswith(field)]
             if near := near or get_close_matches(name, own, 1, cutoff=0.75):
                 logger.warning(f"TransfoXLConfig has no field {name}, which changes nothing: did you mean {near[0]}?")
+
+    @property
+    def tie_weight(self) -> bool:
+        """`tie_word_embeddings` by its legacy name."""
+        return self.tie_word_embeddings
+
+    @tie_weight.setter
+    def tie_weight(self, value: bool):
+        self.tie_word_embeddings = value
 
     @property
     def output_attentions(self) -> bool | None:

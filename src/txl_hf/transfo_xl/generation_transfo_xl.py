@@ -177,13 +177,13 @@ class TransfoXLGenerationMixin(GenerationMixin):
         )
         if mask is None:
             return torch.ones(rows, m + length, dtype=torch.bool, device=input_ids.device)
+        front = None
         if is_first:
-            clear_hidden(cache, mask, m)
+            front = clear_hidden(cache, mask, attention_mask, length, self.config)
         elif self.config.initial_memory == "zeros":
             # Zeros in front of the text are padding, which the cache holds as zero states that queries see.
             front = zeros_in_front(attention_mask, length, m + length)
-            mask = mask if front is None else mask | front
-        return mask
+        return mask if front is None else mask | front
 
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         if OPERATORS.decode is not None:
@@ -226,9 +226,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
         if mask is not None and mems is not None and mask.dim() == 2 and mask.shape[1] > inputs.shape[1]:
             # The loops of `generate` cut a mask where they cut the text.
             mem_len = self._mem_len(model_kwargs.get("lengths"))
-            model_kwargs["mems_mask"], model_kwargs["attention_mask"] = split_mask(
-                mask, model_kwargs.get("mems_mask"), mems, self.config, mem_len, inputs.shape[1]
-            )
+            split = split_mask(mask, model_kwargs.get("mems_mask"), mems, self.config, mem_len, inputs.shape[1])
+            model_kwargs |= zip(("mems", "mems_mask", "attention_mask"), split, strict=True)
         cache = model_kwargs.get(CACHE_NAME)
         is_new = not isinstance(cache, Cache) or not is_filled(cache)
         positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")

@@ -101,9 +101,11 @@ AUTO_MAP = {
 # Tensors in checkpoints that are no weights here: the frequencies of the sinusoids (the original's, too) and, in those
 # of legacy transformers, a copy of shared biases in each layer.
 NOT_WEIGHTS = [r"pos_emb\.inv_freq", r"self_attn\.(content|position)_bias"]
-# Tensors that a checkpoint has to have: those of our own modules, in a model with a head and in one without.
-NEEDED = re.compile(r"(transformer|lm_head)\.")
-NEEDED_WITHOUT_HEAD = re.compile(r"(embed_tokens|embed_vectors|layers)\.|(content_bias|position_bias|r_emb|r_bias)$")
+# Tensors that a checkpoint has to have: those of our own modules, in a model without a head and in one with it.
+_OF_LAYER = r"(self_attn\.([qkvor]_proj|\w+_bias)|mlp\.(up|down)_proj|(self_attn|mlp)_(layer_norm|gate))"
+_OWN = rf"(embed_tokens|embed_vectors|layers\.\d+\.{_OF_LAYER}|content_bias|position_bias|r_emb|r_bias)\b"
+NEEDED_WITHOUT_HEAD = re.compile(_OWN)
+NEEDED = re.compile(rf"transformer\.{_OWN}|lm_head\.(out_layers|out_projs|clusters)\.")
 LANGUAGE_MODELS = {"TransfoXLForCausalLM", "TransfoXLLMHeadModel"}
 MEND = "; ignore_mismatched_sizes=True makes these anew, for a model that is then trained"
 
@@ -116,6 +118,14 @@ class TransfoXLLayoutModel(PreTrainedModel):
     """Loading from and saving in the legacy layout."""
 
     _keys_to_ignore_on_load_unexpected = NOT_WEIGHTS
+
+    def __init__(self, config: TransfoXLConfig, *args, **kwargs):
+        # transformers finds the layout by `model_type`, which a file may have otherwise, and a derived class too.
+        config.model_type = own = type(config).model_type
+        if get_checkpoint_conversion_mapping(own) is None:
+            layout = get_checkpoint_conversion_mapping(TransfoXLConfig.model_type)
+            register_checkpoint_conversion_mapping(own, layout)
+        super().__init__(config, *args, **kwargs)
 
     @classmethod
     def from_pretrained(

@@ -195,8 +195,8 @@ def make_key_mask(
     """Which of the m + L keys are real: (B, m + L) bool, or None for all of them.
 
     The last column is for the last key, the one before for the key before it. Columns further back than the first key
-    are left out, and keys without a column are as the memory has them. How many columns are right follows from what
-    precedes the segment:
+    are left out, and keys without a column are as the memory has them. With `initial_memory="zeros"`, zeros in front
+    are zero states before the text (`zeros_in_front`). What precedes the segment says how many columns are right:
 
     | what precedes the segment | m | n: what the mask is for |
     |---|---|---|
@@ -252,13 +252,16 @@ def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_leng
     return targets.masked_fill(~counts.to(targets.device), -100)
 
 
-def zeros_in_front(attention_mask: Tensor | None, segment_length: int, key_length: int) -> Tensor | None:
+def zeros_in_front(
+    attention_mask: Tensor | None, segment_length: int, key_length: int, memory_mask: Tensor | None = None
+) -> Tensor | None:
     """(B, K) bool, True for keys before the segment up to which the mask has zeros alone: padding in front of a text.
-    None where the mask is of the segment alone."""
+    None where the mask is of the segment alone. Keys that `memory_mask`, (B, m), calls not real are something else."""
     if attention_mask is None or attention_mask.shape[1] <= segment_length:
         return None
     front = F.pad(attention_mask[:, :-segment_length].bool().cumsum(dim=1) == 0, (0, segment_length))[:, -key_length:]
-    return F.pad(front, (key_length - front.shape[1], 0))
+    front = F.pad(front, (key_length - front.shape[1], 0))
+    return front if memory_mask is None else front & F.pad(memory_mask.to(front.device), (0, segment_length))
 
 
 class OpenPadding(NamedTuple):
@@ -293,7 +296,7 @@ class OpenPadding(NamedTuple):
         tokens = before & (segment.cumsum(dim=1) == 0)
         real = torch.cat([memory | starts, segment | tokens], dim=1)
         if front is not None:
-            real = real | front
+            real = real | F.pad(front, (mask.shape[1] - front.shape[1], 0))
         seen = real & (torch.arange(mask.shape[1], device=mask.device) >= tokens.sum(dim=1, keepdim=True))
         return cls(seen, real, torch.cat([~before, segment], dim=1).cumsum(dim=1) > 0, tokens)
 

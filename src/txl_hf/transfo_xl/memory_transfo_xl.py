@@ -31,7 +31,6 @@ from .cache_transfo_xl import (
     decoding_state_of,
     held_keys,
     is_filled,
-    padding_in_cache,
     remembered_mask,
     static_address,
     stop_gradients,
@@ -169,26 +168,24 @@ class Segment:
             check_one_memory(mems, mems_mask)
             held = remembered_mask(cache, held_keys(cache, length))
             m, text_mask = cached_key_mask(attention_mask, cache, lengths.mem_len, batch_size, length, held)
-            front = padding_in_cache(cache, attention_mask, length, m)
             hides = attention_mask is not None or config.initial_memory == "zeros"
             if hides and text_mask is not None and not torch.compiler.is_compiling():
-                clear_hidden(cache, text_mask if front is None else text_mask | front, m)
+                front = clear_hidden(cache, text_mask, attention_mask, length, config)
             if (older := held_keys(cache, length) - m) > 0:
                 older_mask = embeds.new_ones(batch_size, older, dtype=torch.bool) if held is None else held[:, :older]
             memory: tuple[Tensor | None, ...] = (None,) * config.n_layer
         else:
             memory, text_mask = _open_states(config, lengths, embeds, mems, mems_mask, attention_mask, cache)
             m = 0 if memory[0] is None else memory[0].shape[1]
-            if attention_mask is not None and attention_mask.shape[1] != m + length:
-                # With m + L columns, column j is key j, and zeros in front are hidden memory. Any other number is that
-                # of the text so far, and zeros in front are padding.
-                front = zeros_in_front(attention_mask, length, m + length)
         first_key = None
         if resets is not None:
             text_mask, first_key = _begin_documents(text_mask, resets, m)
         key_mask = text_mask = None if text_mask is None else drop_idle_mask(text_mask)
         padding, memory_mask = None, None if text_mask is None else text_mask[:, :m]
         if text_mask is not None and m > 0 and config.initial_memory == "zeros":
+            if not filled:
+                states = m if mems is None else mems[0].shape[1]
+                front = zeros_in_front(attention_mask, length, states + length, mems_mask)
             padding = OpenPadding.of(text_mask, m, not filled and mems is None, front)
             key_mask, text_mask = drop_idle_mask(padding.seen), padding.real
         # `same_length` gives every query as many keys as the memory is long; without a memory that would be none.
@@ -401,8 +398,8 @@ def split_mask(
     config: TransfoXLConfig,
     mem_len: int,
     length: int,
-) -> tuple[Tensor, Tensor]:
-    """The `mems_mask` and the `attention_mask`, (B, length), of a mask that is of mems and text together.
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """`mems`, `mems_mask` and `attention_mask`, (B, length), of a mask that is of mems and text together.
 
     Raises:
         ValueError: as in a forward.
@@ -410,7 +407,10 @@ def split_mask(
     shape = len(attention_mask), length
     key_mask = mask_of_mems(attention_mask, mems_mask, mems, shape, attention_mask.device, config, mem_len)
     assert key_mask is not None, "made of an attention_mask"
-    return key_mask[:, :-length], key_mask[:, -length:].to(attention_mask.dtype)
+    front = zeros_in_front(attention_mask, length, key_mask.shape[1], mems_mask)
+    if front is not None and config.initial_memory == "zeros":
+        key_mask, mems = key_mask | front, tuple(hide_states(states, ~front[:, :-length]) for states in mems)
+    return mems, key_mask[:, :-length], key_mask[:, -length:].to(attention_mask.dtype)
 
 
 def initial_memory(

@@ -101,6 +101,8 @@ class _HeadOutput(ModelOutput):
         cache: Cache | None = None
     else:
         past_key_values: Cache | None = None
+    # Before what has to be asked for, which many programs take as the last output.
+    losses: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
 
@@ -116,8 +118,6 @@ class TransfoXLCausalLMOutput(_HeadOutput):
             target in target order, 0 where ignored.
     """
 
-    losses: Tensor | None = None
-
     @property
     def prediction_scores(self) -> Tensor | None:
         """`logits` by the name that the legacy class gave them."""
@@ -130,7 +130,7 @@ class TransfoXLSequenceClassifierOutput(_HeadOutput):
     Args:
         loss: scalar, with labels.
         logits: (B, num_labels), the scores of the last real token; NaN in a row that has none.
-        mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
+        mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`. losses: None.
     """
 
 
@@ -143,8 +143,6 @@ class TransfoXLTokenClassifierOutput(_HeadOutput):
         mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
         losses: (B, L), fp32 or fp64 where the scores are, with labels: the cross-entropy of each, 0 where ignored.
     """
-
-    losses: Tensor | None = None
 
 
 class TransfoXLKeywords(TypedDict, total=False):
@@ -498,6 +496,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
     With `vocab_size=0` it has no table of tokens and reads vectors, `inputs_embeds`, alone.
     """
 
+    word_emb = property(lambda model: model.embed_tokens, doc="`embed_tokens` by its legacy name.")
+
     def __init__(self, config: TransfoXLConfig):
         super().__init__(config)
         if config.vocab_size > 0:
@@ -540,8 +540,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 None: see `config.initial_memory`.
             attention_mask: (B, n), 1 = real, 0 = padding, for the last n of the m + L keys, of the segment (n = L),
                 the memory too (n = m + L) or the whole text so far: see `make_key_mask`. Padding is never attended to,
-                neither now nor later. A padded row equals the row alone; a row whose memory columns are all 0 starts
-                fresh.
+                now or later, and a padded row equals the row alone: zeros in front of any such mask stand before its
+                text, as zero states with `initial_memory="zeros"`. A row whose memory columns are all 0 starts fresh.
             past_key_values: the memory as projected keys and values, continued in place. An empty one starts from
                 `mems`, or from the initial memory. It belongs to the weights that filled it: after they have changed,
                 `past_key_values.reset()` and read the text anew.
@@ -704,6 +704,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
 class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
     """Transformer-XL with the adaptive softmax over the next token."""
 
+    crit = property(lambda model: model.lm_head, doc="`lm_head` by its legacy name.")
+
     def __init__(self, config: TransfoXLConfig):
         if config.vocab_size == 0:
             raise ValueError(
@@ -793,21 +795,10 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             check_labels(targets.flatten(), self.config.vocab_size)
         elif targets is not None:
             in_order = self.lm_head.sort_targets(targets.flatten())
-        outputs = self.transformer(
-            input_ids,
-            mems=mems,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            lengths=lengths,
-            mems_mask=mems_mask,
-            resets=resets,
-            position_ids=position_ids,
-            seq_idx=seq_idx,
-            return_dict=True,
-            **kwargs,
-        )
+        memory = {"mems": mems, "mems_mask": mems_mask, "past_key_values": past_key_values, "use_cache": use_cache}
+        masks = {"attention_mask": attention_mask, "resets": resets, "position_ids": position_ids, "seq_idx": seq_idx}
+        kwargs |= {"inputs_embeds": inputs_embeds, "lengths": lengths, "return_dict": True}
+        outputs = self.transformer(input_ids, **memory, **masks, **kwargs)
         hidden_states = outputs.last_hidden_state
         if given is None or targets is None:
             logits = self.lm_head(_keep(hidden_states, logits_to_keep), top_k=logits_top_k)
@@ -889,33 +880,30 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 classes that are no integers, or neither -100 nor in [0, num_labels).
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        check_inputs({}, input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        check_inputs({}, input_ids=input_ids, inputs_embeds=inputs, attention_mask=attention_mask, labels=labels)
+        check_numbers(num_items_in_batch)
+        if labels is not None and inputs is not None:
+            labels = labels_of_rows(labels, len(inputs), self.config)
         if input_ids is not None:
+            if attention_mask is None and self.config.pad_token_id is None and len(input_ids) > 1:
+                raise ValueError(
+                    "a batch of several rows may hold padding: give attention_mask, or set config.pad_token_id"
+                )
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             if attention_mask is None and self.config.pad_token_id is not None and not self.config.positions.recurrent:
                 # These positions are counted from the last real token, of which the mask alone tells.
                 real = input_ids != self.config.pad_token_id
                 attention_mask = real.flip(1).cumsum(1).flip(1) > 0
-        outputs = self.transformer(
-            input_ids,
-            mems=mems,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            lengths=lengths,
-            mems_mask=mems_mask,
-            resets=resets,
-            position_ids=position_ids,
-            seq_idx=seq_idx,
-            return_dict=True,
-            **kwargs,
-        )
+        memory = {"mems": mems, "mems_mask": mems_mask, "past_key_values": past_key_values, "use_cache": use_cache}
+        masks = {"attention_mask": attention_mask, "resets": resets, "position_ids": position_ids, "seq_idx": seq_idx}
+        kwargs |= {"inputs_embeds": inputs_embeds, "lengths": lengths, "return_dict": True}
+        outputs = self.transformer(input_ids, **memory, **masks, **kwargs)
         scores = self.score(outputs.last_hidden_state)
         logits = self._of_last_real_token(scores, input_ids, attention_mask)
         loss = None
         if labels is not None:
-            labels = labels_of_rows(labels, logits, self.config)
+            labels = labels.to(logits.dtype) if labels.is_floating_point() else labels
             count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
             count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
             loss = self.loss_function(
@@ -933,12 +921,8 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             real = attention_mask[:, -segment_length:] != 0
         elif self.config.pad_token_id is not None and input_ids is not None:
             real = input_ids != self.config.pad_token_id
-        elif len(scores) == 1 or input_ids is None:
-            return scores[:, -1]
         else:
-            raise ValueError(
-                "a batch of several rows may hold padding: give attention_mask, or set config.pad_token_id"
-            )
+            return scores[:, -1]
         real = real.to(scores.device)
         last = (torch.arange(segment_length, device=scores.device) * real).argmax(-1)
         found = scores[torch.arange(len(scores), device=scores.device), last]
@@ -994,31 +978,21 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         check_inputs({}, labels=labels)
-        outputs = self.transformer(
-            input_ids,
-            mems=mems,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            lengths=lengths,
-            mems_mask=mems_mask,
-            resets=resets,
-            position_ids=position_ids,
-            seq_idx=seq_idx,
-            return_dict=True,
-            **kwargs,
-        )
-        logits = self.score(outputs.last_hidden_state)
-        loss, losses = None, None
-        if labels is not None:
+        check_numbers(num_items_in_batch)
+        if labels is not None and check_targets("labels", labels, input_ids, inputs_embeds):
             if self.num_labels == 1:
                 raise ValueError(
                     "labels of num_labels=1 teach nothing, since there is one class: give more, or take a loss of "
                     "your own of the logits"
                 )
-            check_targets("labels", labels, logits.shape[:2])
             check_labels(labels, self.num_labels, "the classes")
+        memory = {"mems": mems, "mems_mask": mems_mask, "past_key_values": past_key_values, "use_cache": use_cache}
+        masks = {"attention_mask": attention_mask, "resets": resets, "position_ids": position_ids, "seq_idx": seq_idx}
+        kwargs |= {"inputs_embeds": inputs_embeds, "lengths": lengths, "return_dict": True}
+        outputs = self.transformer(input_ids, **memory, **masks, **kwargs)
+        logits = self.score(outputs.last_hidden_state)
+        loss, losses = None, None
+        if labels is not None:
             targets = labels.to(logits.device, torch.long)
             losses = F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten(), reduction="none")
             losses = losses.view(labels.shape)
