@@ -467,7 +467,7 @@ def check_targets(name: str, given: Tensor, input_ids: Tensor | None, inputs_emb
 
 
 def check_numbers(num_items_in_batch: Any, logits_to_keep: Any = 0, inputs: Tensor | None = None):
-    """Raise a ValueError if the number of items is none, or a position to keep is outside the inputs, (B, L, …)."""
+    """Raise a ValueError if the number of items is no number, or a kept position is outside the inputs, (B, L, …)."""
     if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor | Number):
         raise ValueError(f"num_items_in_batch={num_items_in_batch!r} must be a number or a tensor of one")
     if isinstance(logits_to_keep, int):

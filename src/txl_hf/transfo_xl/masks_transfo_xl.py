@@ -33,7 +33,7 @@ def check_inputs(keywords: dict[str, Any], **tensors: Any) -> None:
 
     Raises:
         TypeError: a keyword is not known; the message names it.
-        ValueError: one of `tensors` is no tensor (but a list or an array of NumPy), or `is_causal=False`.
+        ValueError: one of `tensors` is no torch.Tensor (lists and NumPy's arrays are not), or `is_causal=False`.
     """
     unread = sorted(name for name, value in keywords.items() if value is not None and name not in KNOWN)
     if unread:
