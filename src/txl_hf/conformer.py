@@ -215,7 +215,7 @@ def _has_relative_attention(module: nn.Module) -> bool:
 
 
 def restore_attention(model: Model) -> Model:
-    """Undo `use_relative_attention`, in place, and return the model; one without it stays as it is."""
+    """Undo `use_relative_attention`, in place, and return the model; other models stay unchanged."""
     for module in model.modules():
         for name in ("forward", "rel_attn_core"):
             if isinstance(vars(module).get(name), RelativeMethod):

@@ -90,7 +90,7 @@ def _onednn_takes(*tensors: Tensor) -> bool:
 
     `torch.backends.mkldnn.flags(enabled=False)` turns oneDNN off.
     """
-    # Under torch.compile `is_plain` is False, so that a graph never traces the checks behind it.
+    # Under torch.compile `is_plain` is False, so that a graph never traces the later checks.
     if not is_plain(*tensors) or not _onednn_is_faster():
         return False
     if not torch.backends.mkldnn.enabled or torch.is_autocast_enabled("cpu"):
@@ -220,9 +220,9 @@ def _is_single(a: Tensor, b: Tensor) -> bool:
 
 
 def rounded(states: Tensor) -> tuple[Tensor, Tensor]:
-    """The states, (…), for sums and norms, and their one cast to the products' dtype, or the states if that is theirs.
+    """The states, (…), for sums and norms, and one cast of them to the dtype of products, if they have another.
 
-    One cast, because under autocast each product would cast the states anew, and widen its gradient before the sum.
+    One cast, because under autocast each product would cast the states again, and widen its gradient before the sum.
     """
     dtype = working_dtype(states)
     if dtype == states.dtype or not takes_part_plainly(states):

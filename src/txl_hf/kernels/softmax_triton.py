@@ -37,7 +37,7 @@ def _padding(count: int) -> int:
 
 
 def padded_rows(table: Tensor) -> Tensor:
-    """(w, d) with rows of zeros behind it, to a multiple of `WORDS_AT_A_TIME`."""
+    """(w, d), padded with rows of zeros to a multiple of `WORDS_AT_A_TIME`."""
     missing = _padding(len(table))
     return F.pad(table, (0, 0, 0, missing)) if missing else table
 

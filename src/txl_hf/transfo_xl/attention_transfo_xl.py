@@ -108,7 +108,7 @@ class Backend:
         name: the value of `attn_implementation`.
         run: `AttentionInputs` → the attended values (B, H, L, Dh), and the probabilities (B, H, L, K) or None.
         why_not: `AttentionInputs` → the reason why the backend cannot compute these, so that `"auto"` does, or None.
-        suits: `AttentionInputs` → whether `"auto"` takes this backend for these.
+        suits: `AttentionInputs` → whether `"auto"` chooses this backend for these.
         follows_order: whether keys may be stored in the order of a ring (`AttentionInputs.order`).
         needs_hidden: whether the backend reads `AttentionInputs.hidden`; if not, the call does not compute that.
         captures: whether a CUDA graph may contain it.

@@ -1,4 +1,5 @@
-"""The conventions of masks: the keywords of a call, where documents begin in a row, and what `attention_mask` says.
+"""The conventions of masks: the keywords of a call, where documents begin in a row, and the meaning of
+`attention_mask`.
 
 A call applies the masks once, at its beginning: `Segment.open` (memory) makes the record that the layers read.
 

@@ -272,7 +272,7 @@ class TransfoXLAttention(nn.Module):
 
 
 def _check_adapters(r_proj: nn.Module) -> None:
-    """Raise a ValueError where PEFT would take distances for rows of a batch, each with an adapter of its own."""
+    """Raise a ValueError where PEFT would treat distances as rows of a batch, each with an adapter of its own."""
     for hook in r_proj._forward_pre_hooks.values():
         if {"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys():
             raise ValueError(
@@ -446,7 +446,7 @@ class TransfoXLPreTrainedModel(TransfoXLVocabularyModel, TransfoXLLayoutModel):
         return True
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """The backend's name; names that `transformers` does not know are the package's, such as the default."""
+        """The backend's name; the package has more names than `transformers`, among them the default."""
         if requested_attention is None:
             return "auto"
         find_backend(requested_attention)
@@ -544,7 +544,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 text, as zero states with `initial_memory="zeros"`. A row whose memory columns are all 0 starts fresh.
             past_key_values: the memory as projected keys and values, continued in place. An empty one starts from
                 `mems`, or from the initial memory. It belongs to the weights that filled it: after they have changed,
-                `past_key_values.reset()` and read the text anew.
+                `past_key_values.reset()` and read the text again.
             inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`; the
                 only input of a model without tokens (`vocab_size=0`), (B, L, `input_size`) if that is set.
             use_cache: return `past_key_values` instead of `mems`.

@@ -257,7 +257,7 @@ def split_symbols(backend: Tokenizer, text: str) -> list[str]:
 
 def spelling_backend(backend: Tokenizer) -> Tokenizer:
     """A tokenizer that splits a text as another does, and whose tokens are the symbols as they are written."""
-    # Unigram, because it returns a symbol that it lacks as it is, where WordLevel returns its unknown token.
+    # Unigram, because it returns unknown symbols unchanged, where WordLevel returns its unknown token.
     speller = Tokenizer(Unigram([("", 0.0)], unk_id=0))
     speller.normalizer, speller.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
     speller.post_processor = backend.post_processor
