@@ -120,7 +120,8 @@ class TransfoXLLayoutModel(PreTrainedModel):
     _keys_to_ignore_on_load_unexpected = NOT_WEIGHTS
 
     def __init__(self, config: TransfoXLConfig, *args, **kwargs):
-        # The class's `model_type`, because transformers finds the layout by it, and a file's may differ.
+        # transformers finds the layout by `model_type`: a file's may differ from the class's, a derived class's has
+        # none.
         config.model_type = own = type(config).model_type
         if get_checkpoint_conversion_mapping(own) is None:
             layout = get_checkpoint_conversion_mapping(TransfoXLConfig.model_type)

@@ -102,7 +102,7 @@ class Positions:
         """Check that there is a position for each of the tokens that a call reads.
 
         Raises:
-            ValueError: there is none; the message names `given`, the source of the length.
+            ValueError: a token has no position; the message names `given`, the source of the length.
         """
 
     @staticmethod
