@@ -1,8 +1,8 @@
 """The package's attention for transformers' Conformers and XLNet, which compute Section 3.3 in both directions.
 
-transformers writes (b) + (d) out as (B, H, L, K + L - 1), several times over; `use_relative_attention(model)` lets the
-attention modules of one model compute the same in blocks of queries, whose memory grows with the length. Outputs and
-gradients are equal, names of parameters stay, and what is saved or copied is transformers' own model.
+transformers materialises (b) + (d) as (B, H, L, K + L - 1), in several copies; `use_relative_attention(model)` lets
+the attention modules of one model compute blocks of queries instead, whose memory grows linearly with the length.
+Outputs and gradients are equal, names of parameters stay, and saving or copying the model gives transformers' own.
 """
 
 import functools
@@ -20,14 +20,14 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Names:
-    """The names that a module of attention has for its parts.
+    """The attribute names of the parts of an attention module.
 
     Args:
         projections: of queries, keys, values, the output, and W_R of positions.
         biases: u and v.
         positions: the argument with the encodings, (1 or B, n, D), the furthest distance first.
         head_dim: the width of a head.
-        dropout: of probabilities, in training. position_dropout: of `positions`; each row of a batch has its own then.
+        dropout: of probabilities, in training. position_dropout: of `positions`, drawn for each row of a batch.
     """
 
     projections: tuple[str, str, str, str, str]
@@ -41,8 +41,8 @@ class Names:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, rows: Tensor, biases: tuple[Tensor, Tensor], apart: bool, **options: Any
 ) -> Tensor:
-    """(B, L, H, Dh) of queries (B, H, L, Dh) and K keys and values; `rows`, W_R R, are (1 or B, n, H, Dh) from
-    distance K - 1 on, and those of the batch differ where they are to be kept `apart`."""
+    """Attended values, (B, L, H, Dh), of queries (B, H, L, Dh) and K keys and values. `rows`, W_R R, are (1 or B, n,
+    H, Dh) from distance K - 1 on; with `apart` each row of the batch uses its own."""
     if apart and len(rows) > 1:
         parts = []
         for b in range(len(rows)):
@@ -95,7 +95,7 @@ def _conformer(
 def _fastspeech(
     self: Any, names: Names, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The same with a mask of keys, (B, 1, K), 0 where they are padding."""
+    """`_conformer` with a mask of keys, (B, 1, K), 0 for padding."""
     if attention_mask is not None:
         attention_mask = (attention_mask != 0)[:, None].expand(-1, -1, hidden_states.shape[1], -1)
     return _conformer(self, names, hidden_states, attention_mask, **kwargs)
@@ -119,11 +119,11 @@ def _xlnet(
         of_segment = torch.einsum("ibnd,snd->ibns", q_head + self.r_s_bias, self.seg_embed) * self.scale
         score_bias = torch.einsum("ijbs,ibns->bnij", seg_mat, of_segment)
     if attn_mask is not None:
-        # As XLNet hides: added, so that a query that sees nothing has its gradients.
+        # An additive mask, so that a query that sees nothing has the same gradients as in XLNet.
         hiding = attn_mask.permute(2, 3, 0, 1) * (-65500 if attn_mask.dtype == torch.float16 else -1e30)
         score_bias = hiding if score_bias is None else score_bias + hiding
     p = self.dropout.p if self.training else 0.0
-    # The first row is of distance K, which no pair has.
+    # Without the first row, because no query and key have its distance, K.
     rows, biases = k_head_r[1:].transpose(0, 1), (self.r_w_bias, self.r_r_bias)
     attended = _attend(query, key, value, rows, biases, p > 0, scaling=self.scale, score_bias=score_bias, dropout=p)
     return attended.transpose(0, 1)
@@ -145,7 +145,7 @@ WAV2VEC2 = Names(
     dropout=lambda module: module.dropout.p,
 )
 FASTSPEECH = Names(WAV2VEC2.projections, WAV2VEC2.biases, "pos_emb", "head_dim", dropout=WAV2VEC2.dropout)
-# transformers' classes by name, so that a version without one of them needs nothing: the method, ours, and its names.
+# Classes by name, because some versions of transformers lack some: the replaced method, the replacement, its names.
 SUPPORTED: dict[str, tuple[str, Callable[..., Any], Names | None]] = {
     "ParakeetEncoderAttention": ("forward", _conformer, PARAKEET),
     "NemotronAsrStreamingEncoderAttention": ("forward", _conformer, PARAKEET),
@@ -158,7 +158,7 @@ SUPPORTED: dict[str, tuple[str, Callable[..., Any], Names | None]] = {
 
 
 class RelativeMethod:
-    """A method of one module of attention, in place of its class's own; a copy of the module has its class's own."""
+    """The replacement of a method in one attention module; a copy of the module has the method of its class again."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -181,14 +181,14 @@ def own_method(module: nn.Module, name: str) -> Any:
 
 
 def use_relative_attention(model: Model) -> Model:
-    """Let the attention of a model of transformers be computed by this package, in place.
+    """Replace the attention of a model of transformers by this package's, in place.
 
     Args:
-        model: one of transformers' with modules of `SUPPORTED`, or one that contains it. A call with
-            `output_attentions` is computed by transformers.
+        model: a model with attention modules of `SUPPORTED`. A call with `output_attentions` is computed by
+            transformers.
 
     Returns:
-        The model. What `copy.deepcopy` and `save_pretrained` make of it is transformers' own.
+        The model. Its copies (`copy.deepcopy`) and saved files (`save_pretrained`) are transformers' own.
 
     Raises:
         ValueError: the model has no such attention, or it is XLNet with `bi_data`.
@@ -215,7 +215,7 @@ def _has_relative_attention(module: nn.Module) -> bool:
 
 
 def restore_attention(model: Model) -> Model:
-    """Undo `use_relative_attention`, in place, and return the model; one without it stays as it is."""
+    """Undo `use_relative_attention`, in place, and return the model; other models stay unchanged."""
     for module in model.modules():
         for name in ("forward", "rel_attn_core"):
             if isinstance(vars(module).get(name), RelativeMethod):

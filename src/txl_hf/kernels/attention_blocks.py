@@ -1,10 +1,10 @@
-"""Relative attention in both directions, some queries at a time, so that its memory grows with the length and not with
-its square.
+"""Relative attention in both directions, a block of queries at a time, so that memory grows linearly with the length,
+not quadratically.
 
-A block of r queries has n keys in its window and n + r - 1 distances. It is a smaller case of the same operation with
-rows of `rel_key` of its own, and eager attention computes it; (b) + (d) of all queries would be (B, H, L, K + L - 1).
-With a gradient, a block is computed once more in the backward pass, and its probabilities are not kept. Its operations
-are PyTorch's own, so that it runs on every device and in every type, compiled or not.
+A block of r queries has n keys in its window and n + r - 1 distances. Eager attention computes it with these rows of
+`rel_key`; (b) + (d) of all queries at once would be (B, H, L, K + L - 1). With a gradient, the backward pass computes
+each block again, so that no probabilities are kept. All operations are PyTorch's own, so blocks run on every device
+and in every dtype, compiled or not.
 """
 
 import functools
@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from ..transfo_xl.attention_transfo_xl import AttentionInputs, Backend, eager_relative_attention, register
 from . import attention_triton  # noqa: F401  Its kernels are registered first, so that "auto" prefers them on a GPU.
 
-# A block of more scores leaves the caches of a CPU; one of fewer queries has products that are too thin.
+# Scores of a block, because more exceed the caches of a CPU; its fewest queries, because thinner products are slow.
 BLOCK_SCORES, BLOCK_QUERIES = 1 << 22, 64
 
 
 def blockwise_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
-    """Attention with `future`, block by block; more than one of them are computed twice where there is a gradient."""
+    """Attention with `future`, block by block; with a gradient, several blocks are each computed twice."""
     (B, H, L, _), K = inputs.query.shape, inputs.key.shape[2]
     inputs = inputs.of_every_distance(spare=1)
     rows = max(BLOCK_QUERIES, BLOCK_SCORES // (B * H * K))
@@ -32,8 +32,8 @@ def blockwise_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]
         replay = functools.partial(checkpoint, _attended, use_reentrant=False, preserve_rng_state=inputs.dropout > 0)
         return torch.cat([replay(inputs, queries) for queries in blocks], dim=2), None
     first = _attended(inputs, blocks[0])
-    # In memory it lies as the output projection reads it. Results between the scores of blocks would keep the C
-    # library from using the memory of these again.
+    # One result in the layout of the output projection, because results allocated between blocks would keep malloc
+    # from reusing the scores' memory.
     attended = first.new_empty(B, L, H, first.shape[-1]).transpose(1, 2)
     attended[:, :, blocks[0]] = first
     for queries in blocks[1:]:
@@ -46,14 +46,14 @@ def _attended(inputs: AttentionInputs, queries: slice) -> Tensor:
 
 
 def _block(inputs: AttentionInputs, queries: slice) -> AttentionInputs:
-    """Some of the queries with the keys that they may see; `inputs` have a row for every distance, and a spare one."""
+    """The inputs of some queries and the keys that they may see; `inputs` have a row per distance, and a spare one."""
     K, future = inputs.key.shape[2], inputs.future
     assert future is not None, "of both directions"
     before = K - inputs.query.shape[2]
     start, stop = before + queries.start, before + queries.stop
     first = 0 if inputs.window is None else max(0, start - inputs.window)
     keys = slice(first, min(K, stop + future))
-    # Row c is of distance K - c. A row less than the queries need is of keys that they do not see.
+    # Row c belongs to distance K - c. Rows missing at the end belong to keys beyond `future`, which are hidden.
     distances = slice(K - stop + keys.start, K - start + keys.stop)
     hidden, bias, rel_key, rel_bias = inputs.hidden_keys(queries), inputs.score_bias, inputs.rel_key, inputs.rel_bias
     return AttentionInputs(
@@ -77,7 +77,7 @@ def _why_not_blocks(inputs: AttentionInputs) -> str | None:
 
 
 def _blocks_pay(inputs: AttentionInputs) -> bool:
-    """Whether the scores are more than a block."""
+    """Whether there are more scores than a block has."""
     (B, H, L, _), K = inputs.query.shape, inputs.key.shape[2]
     return B * H * L * K > BLOCK_SCORES
 

@@ -1,8 +1,8 @@
-"""Relative attention on CPU, one tile of scores at a time, so that it stays in the processor's cache.
+"""Relative attention on CPU, one tile of scores at a time, because a tile fits the processor's cache.
 
-A tile is of some heads and some queries of one row of the batch, with the keys up to the last of these queries. The
-shift is another view of the scores of position, and in the backward pass the gradient of the scores is written once,
-into a buffer that is the shifted tile and the unshifted one at the same time.
+A tile has some heads and some queries of one row of the batch, and the keys up to the last of these queries. The shift
+is a view of the scores by distance. The backward pass writes the gradient of the scores once, into a buffer with two
+views, the shifted and the unshifted tile.
 """
 
 import math
@@ -23,23 +23,23 @@ from ..transfo_xl.attention_transfo_xl import (
 )
 from .operators import add_products, draw_and_drop, is_by_intel, is_plain, products, products_are_single, scale_of
 
-# Where a tile has several heads. Of more queries it would hold more keys that they do not see; of fewer, or of fewer
-# heads than these many scores allow, its operations would be too small for what it takes to wake the other threads. Of
-# more scores, its memory would be the system's each time: the C library keeps no more than 32 MB at once.
+# Sizes of a tile of several heads. With more queries, more of its keys are hidden; with fewer queries or scores,
+# waking the other threads takes longer than the operations. With more scores, malloc returns the memory to the system
+# each time, because it keeps at most 32 MB at once.
 TILE_QUERIES, TILE_SCORES = 256, 1 << 21
-# With fewer scores a head, oneDNN's products, of one head at a time, take most of their time to be set up.
+# Scores of a head from which oneDNN multiplies one head at a time; with fewer, the set-up takes most of the time.
 SINGLE_SCORES = 1 << 18
 
 
-# Fewer scores than this are computed sooner all at once.
+# Scores of a head from which tiles are used, because fewer are faster all at once.
 LARGE = 1 << 14
-# From how many numbers of a row's keys on plain products read them sooner for a single query than the fused attention
-# does: in a tenth less time, and in bf16 in less than half of it. On Intel's CPUs they take more, in bf16 twice it.
+# Numbers in a row's keys from which, for a single query, plain products are faster than the fused attention: they take
+# a tenth less time, in bf16 less than half. On Intel's CPUs they take longer, in bf16 twice as long.
 MANY = {torch.float32: 1 << 20, torch.bfloat16: 1 << 16}
 
 
 def tiled_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
-    """On CPU, one head of one row of the batch at a time, so that its scores stay in the processor's cache.
+    """Relative attention on CPU, tile by tile, because the scores of a tile fit the processor's cache.
 
     Raises:
         ValueError: there is no rel_key.
@@ -85,10 +85,10 @@ def _why_not_tiles(inputs: AttentionInputs) -> str | None:
 
 
 def _tiles_pay(inputs: AttentionInputs) -> bool:
-    """Whether there are so many scores that tiles are faster, in this type, than PyTorch's attention or eager.
+    """Whether tiles are faster for so many scores of this dtype than PyTorch's attention or eager.
 
-    In bf16 a product takes less time than a pass over the scores: without a gradient the fused attention is faster,
-    and with one eager was so on AMD's CPUs.
+    In bf16 a product takes less time than a pass over the scores, so without a gradient the fused attention is faster
+    than tiles, and with a gradient eager attention is, on AMD's CPUs.
     """
     query = inputs.query
     if not query.is_cpu or query.shape[2] * inputs.key.shape[2] < LARGE:
@@ -98,10 +98,10 @@ def _tiles_pay(inputs: AttentionInputs) -> bool:
 
 
 def _is_long_row(inputs: AttentionInputs) -> bool:
-    """Whether each row has one query for many keys, on a CPU that is not of Intel.
+    """Whether each row has one query for many keys, on a CPU not made by Intel.
 
-    A graph is not asked, which would be bound to their number. Rows are not counted together: in bf16 a text would be
-    read otherwise beside others than alone.
+    False in a graph, because the check would bind it to the number of keys. Each row's keys count by themselves,
+    because in bf16 a text's results must not depend on the other rows.
     """
     query, key = inputs.query, inputs.key
     if not query.is_cpu or query.shape[2] > 1 or query.dtype not in MANY:
@@ -125,18 +125,18 @@ def attend_tile_by_tile(
     Args:
         content_query, position_query: (B, H, L, Dh), q + u and q + v, scaled.
         key, value: (B, H, K, Dh).
-        rel_key: (H, n, Dh), n ≤ K, W_R R with the furthest distance first, which all that are further share.
+        rel_key: (H, n, Dh), n ≤ K, W_R R with the furthest distance first, whose row all further distances share.
         hidden: (B or 1, L, n), n ≤ K: minus infinity where a query does not see one of the last n keys, else 0.
         dropout: probability of dropping an attention probability.
-        rel_bias: (H, n), scaled, rows as in `rel_key`; nothing is learned of it.
+        rel_bias: (H, n), scaled, rows as in `rel_key`; it gets no gradient.
 
     Returns:
-        (B, H, L, Dh). It can be differentiated once; with `create_graph=True` the backward pass is a RuntimeError.
+        (B, H, L, Dh). Differentiable once: with `create_graph=True` the backward pass raises a RuntimeError.
     """
     inputs = (content_query, position_query, key, value)
     K, L = key.shape[2], content_query.shape[2]
     trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, rel_key))
-    # The shift moves a row by up to L - 1 places.
+    # L - 1 rows more than given, because the shift moves a row by up to L - 1 places.
     n = K if trained else min(K, rel_key.shape[1] + L - 1)
     rel_key, rel_bias = first_repeated(rel_key, n), None if rel_bias is None else first_repeated(rel_bias, n)
     attend = _TileByTile.apply if trained else _attend
@@ -144,7 +144,7 @@ def attend_tile_by_tile(
 
 
 class _Tile(NamedTuple):
-    """Queries of some heads, and how many of the keys, from the oldest on, they have to do with."""
+    """Some queries of some heads of batch row `b`, and the number of keys, from the oldest, up to the last query."""
 
     heads: slice
     b: int
@@ -153,13 +153,13 @@ class _Tile(NamedTuple):
 
 
 def _is_single(content_query: Tensor, key: Tensor) -> bool:
-    """Whether a tile is of one head, with all its queries."""
+    """Whether each tile has one head with all its queries."""
     return content_query.shape[2] * key.shape[2] >= SINGLE_SCORES and products_are_single(content_query)
 
 
 def _tiles(B: int, H: int, L: int, K: int, single: bool) -> Iterator[_Tile]:
-    """The tiles of all scores; of some heads of a row, that of the last queries, and so of all keys, comes first."""
-    # oneDNN multiplies two matrices, with threads of its own.
+    """All tiles; for each choice of heads and row, the tile of the last queries, which has all keys, comes first."""
+    # All queries of a single head, because oneDNN multiplies one pair of matrices with threads of its own.
     rows = L if single else min(L, TILE_QUERIES)
     groups = H if single else -(-H * rows * K // TILE_SCORES)
     n_head = max(1, -(-H // groups))
@@ -172,15 +172,15 @@ def _tiles(B: int, H: int, L: int, K: int, single: bool) -> Iterator[_Tile]:
 def _attend(
     content_query, position_query, key, value, rel_key, rel_bias, hidden, dropout, saved: list | None = None
 ) -> Tensor:
-    """The result of `attend_tile_by_tile`; `saved` takes each tile's probabilities and the entries that dropout kept.
+    """The result of `attend_tile_by_tile`; `saved` receives each tile's probabilities and the mask of its dropout.
 
-    Of fewer distances than keys, the first L are all the same.
+    With fewer rows of `rel_key` than keys, the first L rows are equal.
     """
     (B, H, L, Dh), K, n = content_query.shape, key.shape[2], rel_key.shape[1]
-    # In memory it lies as the output projection reads it.
+    # In the layout that the output projection reads.
     attended = content_query.new_empty(B, L, H, Dh).transpose(1, 2)
     single = _is_single(content_query, key)
-    # A sum reads each number once. One of finite numbers that is not finite itself only costs the time.
+    # A sum reads each number once. If a sum of finite numbers overflows, only the slower branch runs.
     finite = math.isfinite(position_query.detach().sum())
     by_distance_room = scores_room = None
     for heads, b, queries, keys in _tiles(B, H, L, K, single):
@@ -190,8 +190,8 @@ def _attend(
             )
             tile_value = tile_value.transpose(1, 2)
             if saved is None and not single and scores_room is None:
-                # The first tile is the largest. In one piece, because of two the C library gives the second back, and
-                # new memory is slow at the first touch.
+                # The first tile is the largest. One allocation for both, because malloc would return the second of two
+                # to the system, and new memory is slow at the first touch.
                 size = len(tile_key) * min(L, TILE_QUERIES) * K
                 by_distance_room, scores_room = content_query.new_empty(2, size)
         near = min(n, keys)
@@ -202,13 +202,13 @@ def _attend(
         if near < keys:
             scores[..., :-near] += by_distance[..., :1]
         scores[..., -near:] += _shifted(by_distance)
-        # Of the last n keys, these are the ones that belong to the tile.
+        # The columns of `hidden` for the keys of the tile.
         seen = hidden[b % len(hidden), queries, : max(0, hidden.shape[-1] - (L - queries.stop))]
         hideable = scores[..., keys - seen.shape[-1] :]
         if finite:
             hideable += seen
         else:
-            # NaN stays NaN whatever is added, and the shift brings it from the next query. It takes ten times longer.
+            # Filled, ten times slower, because the shift brings NaN from the next query, and NaN - ∞ is NaN.
             hideable.masked_fill_(seen != 0, -torch.inf)
         probabilities = dropped = torch.softmax(scores, dim=-1, out=scores)
         kept = None
@@ -221,16 +221,15 @@ def _attend(
 
 
 def _to_be_read(states: Tensor, L: int, single: bool) -> Tensor:
-    """States, (n, K, Dh), as products read them: with the rows or columns of a head one behind the other for oneDNN's,
-    and for others where several tiles read them. A tile that is alone with its heads takes more time to copy than to
-    read."""
+    """States, (n, K, Dh), in a layout for products: a head's rows or columns contiguous where oneDNN multiplies, or
+    where several tiles read them. For a single tile, the copy takes longer than reading strided states."""
     copied = (single or L > TILE_QUERIES) and not (states[0].is_contiguous() or states[0].t().is_contiguous())
     return states.contiguous() if copied else states
 
 
 def _shifted(by_distance: Tensor) -> Tensor:
-    """Scores by distance, (n, L, K), furthest first, as scores by key: row i starts L - 1 - i entries late. What it
-    reads of the next row is a hidden future."""
+    """Scores by distance, (n, L, K), furthest first, as scores by key: row i starts at entry L - 1 - i. Its entries
+    from the next row belong to later keys, which are hidden."""
     n, L, K = by_distance.shape
     return by_distance.as_strided((n, L, K), (L * K, K - 1, 1), L - 1)
 
@@ -272,7 +271,7 @@ class _TileByTile(torch.autograd.Function):
                 grad_probabilities *= scale
                 dropped = probabilities * scale
             grad_scores, grad_position_scores = _scores_and_by_distance(grad_probabilities)
-            # In place: new memory of this size is slow at the first touch.
+            # In place, because new memory of this size is slow at the first touch.
             torch._softmax_backward_data(
                 grad_probabilities, probabilities, -1, probabilities.dtype, grad_input=grad_probabilities
             )
@@ -293,8 +292,8 @@ class _TileByTile(torch.autograd.Function):
 def _scores_and_by_distance(like: Tensor) -> tuple[Tensor, Tensor]:
     """Two views, (n, L, K) each, of one buffer: scores by key, and the same by distance (`_shifted`).
 
-    With a spare column, what the shift leaves out of a row is the hidden future of the row above, where all gradients
-    are 0, or lies before the first row, and is 0 here.
+    The buffer has a spare column. Entries by distance that are no key of their row are hidden later keys of the row
+    above, where all gradients are 0, or precede the first row and are set to 0 here.
     """
     n, L, K = like.shape
     buffer = like.new_empty(n, L * (K + 1))

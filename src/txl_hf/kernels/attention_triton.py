@@ -1,48 +1,46 @@
 r"""Relative attention as Triton kernels that never hold L × K numbers (flash attention with the paper's four terms).
 
-A program owns BLOCK_M queries of one head and walks over blocks of BLOCK_N keys with a running softmax. The terms
-(a) + (c) = (q + u)·k of a tile are one product. The terms (b) + (d) = (q + v)·W_R R depend on the distance, which is
-another one in every entry of the tile: entry (i, j) wants the rel_key row
+A program owns BLOCK_M queries of one head and walks over blocks of BLOCK_N keys with a running softmax. The terms (a)
++ (c) = (q + u)·k of a tile are one product. The terms (b) + (d) = (q + v)·W_R R depend on the distance, which differs
+between the entries of a tile: entry (i, j) needs the rel_key row
 
     c = (L - 1 - i) + j,
 
-so the tile touches the BLOCK_M + BLOCK_N - 1 rows from `first` = L - BLOCK_M - i0 + j0 on, where i0 and j0 are its
-first query and key. With i and j counted within the tile, the entry wants row `first` + BLOCK_M - 1 - i + j.
+so the tile reads the BLOCK_M + BLOCK_N - 1 rows from `first` = L - BLOCK_M - i0 + j0 on, where i0 and j0 are its first
+query and key. With i and j counted within the tile, the entry needs row `first` + BLOCK_M - 1 - i + j.
 
-**The shift within a tile.** Multiply q + v with BLOCK_N rows at a time: `low` has the scores of rows `first` …
-`first` + BLOCK_N - 1, `high` those of the next BLOCK_N. Row i of the tile is the piece of row i of [low, high] that
-starts at column BLOCK_M - 1 - i: one gather, at addresses that no key, mask or distance enters. The next block of keys
-starts BLOCK_N rows further, so its `low` is this one's `high`: one new product a tile, three in all where flash
-attention has two.
+**The shift within a tile.** Multiply q + v with BLOCK_N rows at a time: `low` has the scores of rows `first` … `first`
++ BLOCK_N - 1, `high` those of the next BLOCK_N. Row i of the tile is row i of [low, high] from column BLOCK_M - 1 - i
+on: one gather, at addresses that do not depend on keys, masks or distances. The next block of keys starts BLOCK_N rows
+further, so its `low` is this one's `high`: one new product a tile, three in all where flash attention has two.
 
-**Backward.** The gradient of a tile's scores goes back the same way. The end of `low` and the beginning of `high` that
-row i uses are BLOCK_N columns together, so one tile holds both in place: the piece of row i of [gradient, gradient]
-from column BLOCK_N - BLOCK_M + 1 + i on, a gather again where scattering would need atomics. What belongs to `high`
-waits for the next block of keys, which brings the other part of its rows. One kernel walks as the forward does and
-gives the gradients of queries, rel_key and the biases; the other owns a block of keys, walks over the queries, and
-gives the gradients of keys and values. rel_key and the biases receive a share from every batch row and block of
-queries: these are added atomically, or, where PyTorch is told to be deterministic, in a fixed order into a few partial
-sums.
+**Backward.** The gradient of a tile's scores is shifted back by a gather too, where scattering would need atomics. Row
+i uses the end of `low` and the beginning of `high`, BLOCK_N columns together, so one tile holds both in place: row i
+of [gradient, gradient] from column BLOCK_N - BLOCK_M + 1 + i on. The part of `high` is kept for the next block of
+keys, which has the other part of its rows. One kernel loops as the forward does and computes the gradients of queries,
+rel_key and the biases; the other loops over the queries for a block of keys and computes the gradients of keys and
+values. Every batch row and block of queries adds to the gradients of rel_key and the biases: atomically, or, with
+PyTorch's deterministic algorithms, in a fixed order into a few partial sums.
 
-What decides is the register file. Gathers within a warp (shuffles) need an index and two moves between layouts for
-every entry; through shared memory, as `_pieces` has it, the addresses are constants. Backward computes `low` anew
-rather than carry it from tile to tile.
+Registers are the limit. Gathers within a warp (shuffles) need an index and two layout conversions for every entry;
+through shared memory, as in `_pieces`, the addresses are constants. The backward kernels compute `low` again instead
+of keeping it from tile to tile.
 
-**Dropout.** What survives is drawn once, before the forward pass, by a kernel of its own: a bit for each score, which
-all three kernels read. This is all that is kept for every pair of query and key, L · K / 8 bytes a head. Were it drawn
-in the tiles from a seed, each kernel would do so again, in the registers that its products need: half as many
-instructions again for the same tile, and spills (counted in docs/performance-notes.md).
+**Dropout.** A kernel of its own draws, before the forward pass, a bit for each score, which all three kernels read.
+These bits, L · K / 8 bytes a head, are all that is stored for every pair of query and key. Drawn in the tiles from a
+seed, they would be drawn again by each kernel, in registers that its products need: half as many instructions more for
+the same tile, and spills (counted in docs/performance-notes.md).
 
-**Masks.** Every tile that is read compares positions (`_hide` says why); scores are scaled in the same instruction
-that subtracts the row's maximum. The exponential is the hardware's, of base two. Where documents begin in a row,
-`first_key` never decreases along it, so that what a block of queries sees starts where its first query's document
-does, and what sees a block of keys ends with the last query whose document begins no later than those keys do: all
-other tiles are left out.
+**Masks.** Every tile compares positions (the reason is at `_hide`); scores are scaled in the same instruction that
+subtracts the row's maximum. The exponential is the hardware's, of base two. Where documents begin in a row,
+`first_key` never decreases along the row, so a block of queries reads keys from the beginning of its first query's
+document on, a block of keys reads queries up to the last whose document begins no later than these keys, and all other
+tiles are skipped.
 
-**Both directions.** With `future` rel_key has R = K + `future` rows, entry (i, j) wants the same row as without, and
-keys up to j = i + (K - L) + `future` are seen. A mask of queries and keys (`hidden`) becomes a bit for each pair, as
-tiles of its bytes made the kernels spill. A query that sees nothing has the score 0 for all keys, which no distance
-enters. Without `future` nothing of this is compiled.
+**Both directions.** With `future` rel_key has R = K + `future` rows, entry (i, j) needs the same row as without, and
+keys up to j = i + (K - L) + `future` are seen. A mask of queries and keys (`hidden`) is packed into a bit for each
+pair, because tiles of bytes made the kernels spill. A query that sees nothing has the score 0 for all keys, at any
+distance. Without `future` nothing of this is compiled.
 """
 
 from __future__ import annotations
@@ -65,13 +63,13 @@ except ImportError:
     triton = None
 
 LOG2_E = 1.4426950408889634
-# Kernels built under Triton's interpreter run on the CPU; Triton decides at the same moment, when it decorates them.
+# Whether kernels run in Triton's interpreter, on the CPU; read at import, as Triton reads it when it decorates them.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 # Triton 3.3 gathers from a long vector by 4,600 shuffles a tile and spills 5 kB a thread; older ones have no tuples.
 OLDEST_TRITON = (3, 4)
-# What CUDA allows in the second dimension of a grid.
+# CUDA's limit for the second dimension of a grid.
 MOST_PROGRAMS = 65_535
-# Tests make it smaller, so that short sequences span several tiles.
+# Limit of a tile's queries and keys, which tests lower so that short sequences span several tiles.
 LARGEST_TILE = 128
 
 
@@ -86,8 +84,8 @@ def _why_not(inputs: AttentionInputs) -> str | None:
 
 
 def is_default(query: Tensor) -> bool:
-    """Whether `"auto"` prefers these kernels for a query (B, H, L, Dh) that they can take: on NVIDIA's GPUs, where
-    products are in half precision, on which alone they have been timed. torch.func cannot map over their operators."""
+    """Whether `"auto"` prefers these kernels for a query (B, H, L, Dh) that they can take: on NVIDIA's GPUs, in half
+    precision, because others have not been timed. False under torch.func, which cannot map over their operators."""
     if not query.is_cuda or torch.version.hip is not None:
         return False
     is_half = working_dtype(query) in (torch.float16, torch.bfloat16)
@@ -101,7 +99,7 @@ def why_not_triton(query: Tensor) -> str | None:
 
 
 def why_no_kernels(tensor: Tensor) -> str | None:
-    """The reason why no kernel of ours can read this tensor, or None if they can."""
+    """The reason why the package's Triton kernels cannot read this tensor, or None if they can."""
     if triton is None:
         return "Triton is not installed"
     if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
@@ -121,7 +119,7 @@ def why_no_kernels(tensor: Tensor) -> str | None:
 def why_triton_cannot_begin() -> str | None:
     """The reason why an installed Triton cannot launch kernels on this machine's GPU, or None if it can.
 
-    It builds a module in C first, with gcc or clang and the headers of Python, which small images lack.
+    Triton first builds a C module, with gcc or clang and the headers of Python, which small images lack.
     """
     return _try_driver()
 
@@ -131,7 +129,7 @@ def _try_driver() -> str | None:
     try:
         triton.runtime.driver.active.get_current_target()
     except Exception as error:
-        # Whatever the compiler, the loader of the module or Triton's look for a GPU raises.
+        # Any error, because the compiler, the module's loader and Triton's search for a GPU raise several types.
         return f"Triton cannot begin: {' '.join(str(error).split()):.200}"
     return None
 
@@ -139,12 +137,12 @@ def _try_driver() -> str | None:
 def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     """Relative attention without L × K numbers.
 
-    Dropout draws one seed from PyTorch's generator of the device, so that `torch.manual_seed` repeats it, and with it
-    a bit for each score: L · K / 8 bytes for each batch row and head, kept for the backward pass.
+    Dropout draws one seed from PyTorch's generator of the device, so that `torch.manual_seed` repeats it, and from the
+    seed a bit for each score: L · K / 8 bytes for each batch row and head, stored for the backward pass.
 
     Raises:
-        ValueError: these tensors cannot be taken, for the reason that `why_not_triton` gives; `scaling` is not
-            positive: the kernels look for a row's largest score before they scale it.
+        ValueError: the tensors are not supported, for the reason that `why_not_triton` gives; `scaling` is not
+            positive, because the kernels find a row's largest score before they scale.
     """
     if inputs.scaling <= 0:
         raise ValueError(f"txl_triton cannot be used: scaling is {inputs.scaling}, not a positive number")
@@ -157,7 +155,7 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
         seen, blind = _pack(inputs.hidden[:, 0].expand(-1, query.shape[2], inputs.key.shape[2]))
         inputs = _hiding_alone(inputs)
     rel_key = inputs.rel_key
-    # The interpreter multiplies the bits of bfloat16 numbers as if they were integers.
+    # fp32, because the interpreter multiplies the bits of bfloat16 numbers as if they were integers.
     inner_dtype = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
     first_key = None if inputs.first_key is None else inputs.first_key.to(torch.int32)
     kept = None
@@ -168,7 +166,7 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     width = query.shape[-1]
 
     def widened(tensor: Tensor | None) -> Tensor | None:
-        """Rows of 41 or 38 numbers start anywhere, and would be read two bytes at a time."""
+        """Rows padded to a multiple of 16 numbers, because unaligned ones (41, 38) are read two bytes at a time."""
         return tensor if tensor is None or width % 16 == 0 else F.pad(tensor, (0, -width % 16))
 
     output, _ = relative_attention_op(
@@ -194,12 +192,12 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
 
 
 def _pack(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Of (B or 1, L, K) bool: the pairs that are seen, as bits, (B or 1, L, words) int32; queries that see nothing,
-    (B or 1, L) bool, which have the bits of all keys."""
+    """From `hidden`, (B or 1, L, K) bool, the visible pairs as bits, (B or 1, L, words) int32, and the queries that
+    see nothing, (B or 1, L) bool, which have the bits of all keys."""
     blind, K = hidden.all(-1), hidden.shape[-1]
     powers = 1 << torch.arange(8, dtype=torch.uint8, device=hidden.device)
     packed = []
-    # Some rows at a time, because each operation has a byte for each of their pairs.
+    # Some rows at a time, because each operation allocates a byte for each pair.
     for some, nothing in zip(hidden.split(4096, 1), blind.split(4096, 1), strict=True):
         seen = F.pad(~some | nothing[..., None], (0, 32 * _words(K) - K)).unflatten(-1, (-1, 8))
         packed.append((seen * powers).sum(-1, dtype=torch.uint8))
@@ -207,8 +205,8 @@ def _pack(hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _hiding_alone(inputs: AttentionInputs) -> AttentionInputs:
-    """The same where a query sees all that `hidden` leaves it, and the mean of all keys where that is nothing: with a
-    row for every distance, though those further than `future` change nothing."""
+    """Inputs whose only mask is `hidden`; `future` spans the segment, because a query that sees nothing takes the mean
+    of all keys. Rows of distances beyond the given `future` repeat the last one, which changes no result."""
     L, K, future = inputs.query.shape[2], inputs.key.shape[2], inputs.future or 0
     inputs = inputs._replace(future=max(future, L - 1), window=None, key_mask=None, first_key=None)
     if future >= L - 1:
@@ -224,10 +222,10 @@ if triton is not None:
 
     @triton.jit
     def _load_rows(pointer, rows, row_count, stride, D: tl.constexpr, WIDTH: tl.constexpr):
-        """(len(rows), WIDTH): for a row outside 0 … row_count - 1 the nearest one, zero in columns from D on.
+        """(len(rows), WIDTH): rows clamped to 0 … row_count - 1, zero in columns from D on.
 
-        No query of the segment sees a row outside, so what is read there need only be finite. A mask of rows would
-        cost more than the products leave time for.
+        No query sees a row outside, so a clamped row need only be finite. A mask of rows would take longer than the
+        products can hide.
         """
         columns = tl.arange(0, WIDTH)
         rows = tl.minimum(tl.maximum(rows, 0), row_count - 1)
@@ -260,11 +258,11 @@ if triton is not None:
 
     @triton.jit
     def _hide(scores, i0, j0, key_mask, first_key, seen, blind, masks, batch, L, K, words, window, future, order=None):
-        """-∞ in place of the scores of keys that a query does not see, as `visible_keys` has it.
+        """Scores with -∞ for the keys that a query does not see (`visible_keys`).
 
-        Also where a tile is seen whole. A branch around it would cost less, but ptxas may then take the registers of
-        q + u for free between a product and the next turn's: with Triton 3.6, on an H200, all tiles of the forward
-        kernel but the first were of other queries. `tests/sass.py` finds it in machine code.
+        No branch skips tiles that are visible whole, because ptxas may then reuse the registers of q + u between the
+        products of two iterations: with Triton 3.6, on an H200, all tiles of the forward kernel except the first had
+        wrong queries. `tests/sass.py` detects this in machine code.
         """
         M: tl.constexpr = scores.shape[0]
         N: tl.constexpr = scores.shape[1]
@@ -282,7 +280,7 @@ if triton is not None:
         if first_key is not None:
             visible = visible & (j >= tl.load(first_key + batch * L + rows)[:, None])
             if future is not None:
-                # Where the documents of the keys begin.
+                # The first position of each key's document.
                 begins = tl.load(first_key + batch * L + (j - (K - L)), mask=(j >= K - L) & (j < K), other=0)
                 visible = visible & (begins <= i)
         if key_mask is not None:
@@ -296,7 +294,8 @@ if triton is not None:
 
     @triton.jit
     def _key_range(i0, first_key, batch, L, K, window, future, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-        """The keys that a block of queries sees: from a multiple of BLOCK_N up to the last one's own, or its last."""
+        """Start, a multiple of BLOCK_N, and end of the keys that a block of queries sees, with the last query's
+        future."""
         start = 0
         if window is not None:
             start = tl.maximum(i0 + (K - L) - window, 0) // BLOCK_N * BLOCK_N
@@ -311,12 +310,12 @@ if triton is not None:
 
     @triton.jit
     def _row_count(K, future):
-        """How many rows rel_key has, R."""
+        """R, the number of rows of rel_key."""
         return K if future is None else K + future
 
     @triton.jit
     def _end_of_queries(first_key, j, start, end):
-        """Of the queries `start` … `end` - 1 those whose document begins no later than key j come first: their end."""
+        """The end of the queries in `start` … `end` - 1 whose document begins no later than key j, the first ones."""
         while start < end:
             middle = (start + end) // 2
             begun = tl.load(first_key + middle) <= j
@@ -337,9 +336,9 @@ if triton is not None:
         PRECISION: tl.constexpr,
         order=None,
     ):
-        """(b) + (d) by distance, before they are shifted into place: (queries, BLOCK) for rows `first` and on.
+        """(b) + (d) by distance, before the shift: (queries, BLOCK) for the rows from `first` on.
 
-        Of one query, row c is that of key c: with `order` it is the row of the key's place in time.
+        For a single query, row c belongs to key c; with `order` the row is that of the key's place in time.
         """
         rows = first + tl.arange(0, BLOCK)
         if order is not None:
@@ -353,12 +352,12 @@ if triton is not None:
 
     @triton.jit
     def _pieces(left, right, start):
-        """(M, N): of row i of [left, right] the N entries from column `start`[i] on.
+        """(M, N): N entries of row i of [left, right] from column `start`[i] on.
 
-        A gather from one long vector goes through shared memory and comes back in the layout of the products. The
-        vector holds squares of 8 × 8 entries, of which a warp, holding pairs of columns in eight rows, writes one at a
-        time without two threads in one bank, and reads with at most two; of a thread's many addresses only those
-        within a square differ by more than a constant.
+        A gather from one long vector goes through shared memory and returns the layout of the products. The vector
+        holds squares of 8 × 8 entries. A warp, which holds pairs of columns in eight rows, writes a square without
+        bank conflicts, and reads with at most two threads in a bank; a thread's addresses differ by constants, except
+        within a square.
         """
         M: tl.constexpr = left.shape[0]
         N: tl.constexpr = left.shape[1]
@@ -380,7 +379,7 @@ if triton is not None:
     def _position_scores(
         query, rel_key, rel_bias, first, R, stride, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
     ):
-        """(b) + (d) of a tile by key, both of its blocks of rows computed."""
+        """(b) + (d) of a tile by key, with `low` and `high` both computed."""
         low = _distance_scores(query, rel_key, rel_bias, first, R, stride, D, BLOCK, PRECISION)
         high = _distance_scores(query, rel_key, rel_bias, first + BLOCK, R, stride, D, BLOCK, PRECISION)
         return _shift(low, high)
@@ -394,7 +393,7 @@ if triton is not None:
 
     @triton.jit
     def _bits(bits, i0, j0, L, words, M: tl.constexpr, N: tl.constexpr):
-        """(M, N): which probabilities survive dropout, or are seen, from the bits of a head, `words` to a row."""
+        """(M, N): a tile of the bits of a head (kept by dropout, or visible), `words` numbers to a row."""
         WIDTH: tl.constexpr = 32 if N > 32 else N
         rows = tl.minimum(i0 + tl.arange(0, M), L - 1)
         tile = tl.load(bits + rows[:, None] * words + (j0 // 32 + tl.arange(0, N // WIDTH))[None, :])
@@ -419,10 +418,10 @@ if triton is not None:
         BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr,
     ):
-        """Draw the bits of a block of queries of one batch row and head, of the keys that it sees.
+        """Draw the bits of a block of queries of one batch row and head, for the keys that it sees.
 
-        A random number, as a signed one, is kept from `threshold` on. A call of Philox gives four; its counter is made
-        of j, i and the pair of batch row and head, and no tile enters it.
+        A bit is 1 where a random number, as a signed one, is at least `threshold`. A call of Philox gives four
+        numbers; its counter is j, i and the pair of batch row and head, so that draws do not depend on tiles.
         """
         blocks = tl.cdiv(L, BLOCK_M)
         i0 = tl.program_id(0) % blocks * BLOCK_M
@@ -484,7 +483,7 @@ if triton is not None:
     ):
         """A block of queries of one batch row and head: attended values and log2 of the softmax's denominator."""
         blocks = tl.cdiv(L, BLOCK_M)
-        # The last queries see most: they go first.
+        # The last queries first, because they see most keys.
         i0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
         pair = tl.program_id(0) // blocks
         batch = (pair // H).to(tl.int64)
@@ -502,7 +501,7 @@ if triton is not None:
         start, end = _key_range(i0, first_key, batch, L, K, window, future, BLOCK_M, BLOCK_N)
         R = _row_count(K, future)
         if order is not None:
-            # The oldest keys may lie anywhere.
+            # All keys, because in a ring the oldest may be at any index.
             start = 0
         if rel_key is not None:
             rel_key += head * rel_key_strides[0]
@@ -533,7 +532,7 @@ if triton is not None:
             )
 
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-            # A row may see nothing until its last tiles; ∞ - ∞ must not reach the exponential.
+            # Shift 0 while a row has seen no key, because ∞ - ∞ would be NaN.
             shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum * scaling_log2)
             weights = tl.exp2(scores * scaling_log2 - shift[:, None])
             rescale = tl.exp2(maximum * scaling_log2 - shift)
@@ -626,11 +625,11 @@ if triton is not None:
     ):
         """Blocks of queries of one head: gradients of queries, rel_key and biases, and delta = Σ d_output · output.
 
-        Each program takes every num_programs(1)-th block of queries of the batch, in order. With PARTIAL it adds to
-        sums of its own, else all share one.
+        Each program takes every num_programs(1)-th block of queries of the batch, in order. With PARTIAL each program
+        adds to sums of its own, else all programs add to the same.
         """
         blocks = tl.cdiv(L, BLOCK_M)
-        # Neighbours have different heads, so that programs that run together add to different sums.
+        # Neighbouring programs have different heads, so that programs that run at once add to different sums.
         head = tl.program_id(0).to(tl.int64)
         owner = head
         if PARTIAL:
@@ -710,7 +709,7 @@ if triton is not None:
                         rows = batch % masks * L + tl.minimum(i, L - 1)
                         d_scores = tl.where(tl.load(blind + rows)[:, None] != 0, 0.0, d_scores).to(k.dtype)
                     d_joined = _shift_back(d_scores)
-                    # The rows of `low` have their other part from the block before.
+                    # The other part of the rows of `low` is from the block before.
                     d_low = tl.where(in_low, d_joined, d_joined_before)
                     d_joined_before = d_joined
                     relative = _load_rows(rel_key, first + tl.arange(0, BLOCK_N), R, rel_key_strides[1], D, WIDTH)
@@ -739,7 +738,7 @@ if triton is not None:
                 WIDTH,
             )
             if PARTIAL:
-                # The next block adds to the same sums from other threads: not before these have been added.
+                # A barrier, because the next block adds to the same sums from other threads.
                 tl.debug_barrier()
 
     @triton.jit(do_not_specialize=["H", "L", "K", "words", "masks", "window", "future"])
@@ -786,7 +785,7 @@ if triton is not None:
     ):
         """A block of keys of one batch row and head: gradients of keys and values.
 
-        Other queries have other scores by distance, so `low` and `high` are both computed anew.
+        `low` and `high` are both computed for each block of queries, because their scores by distance differ.
         """
         blocks = tl.cdiv(K, BLOCK_N)
         j0 = tl.program_id(0) % blocks * BLOCK_N
@@ -814,7 +813,7 @@ if triton is not None:
         v = _load_rows(value, j, K, value_strides[2], D, WIDTH)
         d_k = tl.zeros((BLOCK_N, WIDTH), tl.float32)
         d_v = tl.zeros((BLOCK_N, WIDTH), tl.float32)
-        # The first query at or after the first key, or that sees it from before, and the last that sees the last key.
+        # From the query at the first key (with `future`, the first that sees it) to the last that sees the last key.
         first_query = j0 - (K - L)
         if future is not None:
             first_query -= future
@@ -867,25 +866,25 @@ if triton is not None:
         "backward_query": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2)},
         "backward_key": {64: (64, 64, 4, 2), 128: (32, 32, 4, 2)},
     }
-    # GPUs before Hopper, and after Blackwell's first, have a product's operands in registers, and all but the A100 no
-    # more than 99 KiB for a program: compiled for sm_80 and sm_86.
+    # For GPUs before Hopper, and after the first Blackwell, whose products have operands in registers, and a program,
+    # except on the A100, no more than 99 KiB: compiled for sm_80 and sm_86.
     _REGISTER_TILES = {
         "forward": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2)},
         "backward_query": {64: (32, 32, 4, 2), 128: (32, 32, 8, 2)},
         "backward_key": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2)},
     }
-    # In fp32 a product has them there on every GPU.
+    # For fp32, whose products have operands in registers on every GPU.
     _FP32_TILES = {
         "forward": {64: (32, 32, 8, 1), 128: (16, 16, 4, 1)},
         "backward_query": {64: (16, 16, 4, 1), 128: (16, 16, 4, 1)},
         "backward_key": {64: (16, 32, 4, 1), 128: (16, 16, 4, 1)},
     }
 
-    # Queries and keys of the bits that a program draws at a time.
+    # Queries and keys for which a program draws bits at a time.
     _DROPOUT_TILE = {"BLOCK_M": 32, "BLOCK_N": 256}
 
     def _capability(device: torch.device) -> tuple[int, int]:
-        """The compute capability; of the interpreter, which has every tile right, Hopper's."""
+        """The compute capability; for the interpreter, which can run every tile, Hopper's."""
         return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
     def _tiles(device: torch.device, dtype: torch.dtype) -> dict[str, dict[int, tuple[int, int, int, int]]]:
@@ -906,7 +905,7 @@ if triton is not None:
         }
 
     def _can_read(tensor: Tensor) -> bool:
-        """The kernels take any strides but that of the columns, and count numbers within a head in 32 bits."""
+        """Whether columns have the stride 1, and 32 bits index the numbers of a head, as the kernels need it."""
         return tensor.stride(-1) == 1 and tensor.shape[-2] * tensor.stride(-2) < 2**31
 
     def _rows_in_order(tensor: Tensor) -> Tensor:
@@ -915,7 +914,7 @@ if triton is not None:
     def _strides(tensor: Tensor | None) -> tuple[int, ...]:
         return (0, 0) if tensor is None else tensor.stride()[:-1]
 
-    # What every operator is given first: tensors that the kernels read row by row, and those that they read whole.
+    # The first arguments of every operator: tensors that the kernels read by rows, and tensors that they read whole.
     _BY_ROWS = ("query", "key", "value", "rel_key")
     _WHOLE = ("content_bias", "position_bias", "rel_bias", "key_mask", "first_key", "kept", "seen", "blind")
 
@@ -942,9 +941,9 @@ if triton is not None:
         }
 
     def _precision(dtype: torch.dtype) -> str:
-        """How fp32 operands are multiplied, as PyTorch is told; others are multiplied as they are."""
+        """The precision of fp32 products, as PyTorch is set; products of other dtypes ignore it."""
         matmul = torch.backends.cuda.matmul
-        # PyTorch 2.9 and newer refuse to say `allow_tf32` to whoever has set `fp32_precision`.
+        # PyTorch 2.9 and newer raise an error where `allow_tf32` is read after `fp32_precision` was set.
         inexact = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
         return "ieee" if dtype == torch.float32 and not inexact else "tf32"
 
@@ -961,12 +960,12 @@ if triton is not None:
 
     def _empty_output(query: Tensor) -> tuple[Tensor, Tensor]:
         B, H, L, D = query.shape
-        # Heads side by side for each position, as the output projection wants them.
+        # In the layout of the output projection, with a position's heads side by side.
         output = torch.empty((B, L, H, D), dtype=query.dtype, device=query.device).transpose(1, 2)
         return output, torch.empty((B, H, L), dtype=torch.float32, device=query.device)
 
     def _empty_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-        """Memory for their gradients, laid out as they are unless the kernels cannot take that."""
+        """Memory for the gradients of tensors, in their layout unless the kernels cannot read that."""
         empty = [torch.empty_like(tensor) for tensor in tensors]
         return tuple(
             gradient
@@ -975,7 +974,7 @@ if triton is not None:
             for gradient in empty
         )
 
-    # The package and copies of this file, as `make kernel` has one, can be in one process, each with its operators.
+    # A namespace for each copy of this file (`make kernel` makes one), because one process may import several.
     _NAMESPACE = __name__.partition(".")[0]
     _SCHEMA = (
         "Tensor query, Tensor key, Tensor value, Tensor? rel_key, Tensor? content_bias, Tensor? position_bias, "
@@ -990,13 +989,13 @@ if triton is not None:
         " -> Tensor",
     )
     def dropout_bits_op(seed, first_key, shape, window, future, dropout):
-        """Which probabilities of `shape` (B, H, L, K) survive dropout: a bit each, and 1 for those that do.
+        """A bit for each probability of `shape` (B, H, L, K): 1 where it survives dropout.
 
-        Bits are drawn for what queries see. Others have any value.
+        Bits of keys that a query does not see have any value.
         """
         B, H, L, K = shape
         kept = _empty_bits(seed, shape)
-        # As a signed number of 32 bits. Where all is dropped, `keep_scale` is 0.
+        # As a signed number of 32 bits. Where p = 1, which has no threshold, `keep_scale` is 0.
         threshold = min(round(dropout * 2**32), 2**32 - 1) - 2**31
         with torch.cuda.device_of(seed):
             _dropout_kernel[(triton.cdiv(L, _DROPOUT_TILE["BLOCK_M"]) * B * H,)](
@@ -1023,7 +1022,7 @@ if triton is not None:
         return torch.empty((*rows, _words(K)), dtype=torch.int32, device=seed.device)
 
     def _words(K: int) -> int:
-        """Numbers of 32 bits for a row of K keys: to the end of every kernel's last tile, and 16 bytes at a time."""
+        """Numbers of 32 bits for the bits of K keys, padded to every kernel's last tile and to 16 bytes."""
         return triton.cdiv(K, 128) * 4
 
     @torch.library.custom_op(
@@ -1032,7 +1031,7 @@ if triton is not None:
     def relative_attention_op(*inputs):
         """The attended values, and log2 of the softmax's denominators (B, H, L) for the backward pass.
 
-        An operator to PyTorch, so that torch.compile takes it as it is.
+        A custom operator, so that torch.compile does not trace it.
         """
         *inputs, order = inputs
         query = inputs[0]
@@ -1069,7 +1068,7 @@ if triton is not None:
         with torch.cuda.device_of(query):
             sums = _launch_backward_query(shared, output, d_query, shared_by_batch, needed[3:])
             if needed[1] or needed[2]:
-                # After the other, which leaves delta behind.
+                # After the first kernel, because this one reads its delta.
                 _launch_backward_key(shared, d_key, d_value)
         return d_query, d_key, d_value, *sums
 
@@ -1128,7 +1127,7 @@ if triton is not None:
         ]
 
     def _partial_sums(H: int, K: int, D: int) -> int:
-        """How many programs may keep sums of their own: enough to fill a GPU, in at most 256 MiB."""
+        """The number of programs with sums of their own: enough to fill a GPU, in at most 256 MiB."""
         return max(1, min(256 // H, 2**26 // (H * K * D)))
 
     def _launch_backward_key(shared: dict, d_key: Tensor, d_value: Tensor) -> None:

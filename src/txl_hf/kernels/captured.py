@@ -1,8 +1,8 @@
 """One CUDA graph for all segments of a text, once the memory is full.
 
-A GPU computes a segment of few tokens faster than Python launches the hundreds of kernels for it. When every segment
-is as long as the last one and follows as long a memory, these kernels are the same each time, on the same tensors but
-for the ids: captured once, they are launched together.
+A GPU computes a short segment in less time than Python launches its hundreds of kernels. When all segments have one
+length and the memory is full, the kernels are the same each time, on the same tensors except the ids, so that one
+captured graph launches them together.
 
 Letters: B batch, L segment, M the memory's length, K = M + L keys, D = `d_model`, H heads, Dh head width.
 """
@@ -24,11 +24,11 @@ from ..transfo_xl.modeling_transfo_xl import TransfoXLModel
 
 logger = logging.get_logger(__name__)
 
-# Segments launched one by one before a graph is captured: a capture takes about as long as a graph saves in as many.
+# Segments launched one by one before a capture, which takes about as long as its graph saves in as many segments.
 SEGMENTS_BEFORE = 8
-# From so many tokens of a segment on, in all rows together, a GPU takes longer than Python.
+# Tokens of a segment, in all rows, above which the GPU takes longer to compute than Python to launch.
 MOST_TOKENS = 8192
-# Packages whose modules only launch kernels: a graph runs the kernels of a module, and not the module.
+# Packages whose modules only launch kernels, because a graph replays the kernels of a module without its Python code.
 PACKAGES = ("torch", __name__.partition(".")[0])
 HOOKS = ("transformers", PACKAGES[1])
 
@@ -38,10 +38,10 @@ _capturing = threading.Lock()
 
 
 class FixedMemoryLayer(DynamicSlidingWindowLayer):
-    """The keys and values of a full memory, (B, H, M, Dh) each, which stay where they are; M ≥ 1."""
+    """The keys and values of a full memory, (B, H, M, Dh) each, in tensors that are updated in place; M ≥ 1."""
 
     def __init__(self, layer: DynamicSlidingWindowLayer):
-        """Args: layer: whose M keys and values it goes on from."""
+        """Args: layer: the layer whose M keys and values are copied."""
         super().__init__(layer.sliding_window)
         self.lazy_initialization(layer.keys, layer.values)
         self.keys, self.values = (
@@ -50,8 +50,8 @@ class FixedMemoryLayer(DynamicSlidingWindowLayer):
         self.cumulative_length = layer.cumulative_length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Take (B, H, L, Dh) keys and values; return them behind those of the memory, (B, H, K, Dh), and remember the
-        last M."""
+        """Append (B, H, L, Dh) keys and values to those of the memory; return all, (B, H, K, Dh), and store the last
+        M."""
         self.cumulative_length += key_states.shape[2]
         found = []
         for kept, states in ((self.keys, key_states), (self.values, value_states)):
@@ -61,7 +61,7 @@ class FixedMemoryLayer(DynamicSlidingWindowLayer):
 
 
 def why_not_captured(transformer: TransfoXLModel, ids: Tensor) -> str | None:
-    """The reason why a graph would not compute what a model without its head does; None if it would.
+    """The reason why a graph cannot replace a call of the model without its head; None if it can.
 
     Args:
         ids: (B, L), a segment.
@@ -81,7 +81,7 @@ def why_not_captured(transformer: TransfoXLModel, ids: Tensor) -> str | None:
 
 
 def why_not_kernels_alone(transformer: TransfoXLModel) -> str | None:
-    """The reason why a call of the model may do more than launch kernels, which a graph would leave out; or None."""
+    """The reason why a call of the model may run Python code, which a graph would leave out; None if it does not."""
     backend = transformer.config._attn_implementation
     if not find_backend(backend).captures:
         return f"attn_implementation={backend!r} may compute with Python"
@@ -91,8 +91,8 @@ def why_not_kernels_alone(transformer: TransfoXLModel) -> str | None:
         if _is_foreign(type(module)):
             return f"{name} is a {type(module).__name__} of {type(module).__module__}, which may compute with Python"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        # The hooks of transformers that collect hidden states do nothing unless a call asks for these; our own launch
-        # kernels.
+        # Hooks of transformers collect hidden states if a call requests them, and do nothing otherwise; hooks of this
+        # package launch kernels.
         if hasattr(module, "_hf_hook") or any(hook.__module__.partition(".")[0] not in HOOKS for hook in hooks):
             return f"{name} has a hook, which is to be called for every segment"
         if "forward" in vars(module):
@@ -124,9 +124,9 @@ class SegmentsAlike:
         return self._run is not None
 
     def read(self, ids: Tensor, resets: Tensor | None) -> Tensor | None:
-        """(B, L, D) states in a tensor of their own; None where there is no graph for such a segment."""
+        """(B, L, D) states by the graph, in a new tensor; None where no graph has a segment of this shape."""
         if resets is not None:
-            # From here on the memory may have a mask, which is not in the graph.
+            # No graph from here on, because `resets` may give the memory a mask, which the graph lacks.
             self._given_up, self._run = True, None
         if self._run is None or self._ids is None or ids.shape != self._shape:
             return None
@@ -134,7 +134,7 @@ class SegmentsAlike:
         return self._run().clone()
 
     def saw(self, ids: Tensor, cache: object, launch: Callable[[Tensor], Tensor]) -> None:
-        """Count a segment that was launched, and capture a graph after enough of them.
+        """Count a launched segment, and capture a graph after enough segments of one shape.
 
         Args:
             ids: (B, L). cache: the memory after the segment.
@@ -149,10 +149,10 @@ class SegmentsAlike:
                 self._given_up = True
                 logger.info(f"segments are launched one by one: {reason}")
             else:
-                # Keys and values stay where they are from now on.
+                # Keys and values stay in these tensors from now on, because a graph reads fixed addresses.
                 cache.layers = [FixedMemoryLayer(layer) for layer in cache.layers]
         elif self._alike > SEGMENTS_BEFORE:
-            # One segment has been read with the memory in place, so that all of its kernels are compiled.
+            # One segment was launched with the fixed memory before, so that all kernels are compiled.
             self._capture(ids.clone(), cache, launch)
 
     def _capture(self, ids: Tensor, cache: MemoryCache, launch: Callable[[Tensor], Tensor]) -> None:
@@ -162,21 +162,21 @@ class SegmentsAlike:
             with without_cached_casts():
                 run = RECORDERS[ids.device.type](lambda: launch(ids), ids.device)
         except Exception as error:
-            # Of CUDA, its driver or this PyTorch.
+            # Any error, because CUDA, its driver and PyTorch raise several types.
             self._given_up = True
             logger.warning_once(f"segments are launched one by one, as no graph of them was captured: {error}")
         if any(state.rel_keys[layer] is not projected.get(layer) for layer in state.rel_keys):
-            # Weights were written to meanwhile, and the graph has projected distances that nothing has computed yet.
+            # Weights were changed meanwhile: `rel_keys` were projected within the capture, which computes nothing.
             self._given_up, state.distances, state.rel_keys = True, None, {}
         if not self._given_up:
-            # The graph reads distances where they lie; a longer segment would project them anew, elsewhere.
+            # `_held` keeps the graph's inputs alive, because a longer segment drops other references to them.
             self._ids, self._run, self._held = ids, run, (cache, projected, state.distances)
 
 
 @contextlib.contextmanager
 def without_cached_casts() -> Iterator[None]:
-    """While a graph is captured: what autocast has cast, any thread may take from another, or take away. So the graph
-    casts weights for itself."""
+    """Turn autocast's cache off during a capture, so that the graph casts the weights itself, because other threads
+    share and clear the cached casts."""
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -193,14 +193,14 @@ def _is_full(cache: MemoryCache, length: int) -> bool:
 
 
 class _UndrawnGraph(torch.cuda.CUDAGraph):
-    """A graph in which no random numbers are drawn, so that other threads may draw while it is captured.
+    """A graph without random numbers, during whose capture other threads may draw.
 
-    While capturing begins, the one generator of all threads belongs to the graph: PyTorch raises an error in a thread
-    that draws at that moment, or lets it draw the same numbers again.
+    A capture begins by binding the device's generator, which all threads share, to the graph: another thread that
+    draws at that moment gets an error, or the same numbers again.
     """
 
     def capture_begin(self, *args, **kwargs):
-        # The graph keeps the state of the generator that it finds.
+        # A clone of the state, because the graph keeps the generator state that it finds.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         drawing = generator.graphsafe_get_state()
         generator.graphsafe_set_state(drawing.clone_state())
@@ -220,8 +220,8 @@ def _record(
     """A function that runs the kernels of `step` on a GPU, and returns the same tensors each time.
 
     Args:
-        stream: the stream that it is captured on; None: one of its own.
-        pool: the memory pool shared with graphs that never run at the same time; None: one of its own.
+        stream: the stream of the capture; None: a new one.
+        pool: a memory pool shared with graphs that never run at the same time; None: a new one.
         draws: whether `step`, and so each replay, draws random numbers from the default generator.
     """
     with torch.cuda.device(device), _capturing:
@@ -234,11 +234,11 @@ def _record(
                 result = step()
         except Exception:
             if fresh is not None:
-                # The state of the failed capture cannot draw outside of it any more.
+                # The state before the capture, because that of a failed capture cannot draw outside of captures.
                 generator.graphsafe_set_state(fresh)
             raise
         finally:
-            # After an error in a capture PyTorch leaves its stream as the current one.
+            # The stream before, because after an error PyTorch leaves the capture's stream current.
             torch.cuda.set_stream(before)
 
     def replay() -> Any:
@@ -248,5 +248,5 @@ def _record(
     return replay
 
 
-# By device type.
+# Functions that capture a step, by device type.
 RECORDERS: dict[str, Callable[..., Step]] = {"cuda": _record}

@@ -2,7 +2,7 @@
 
 A GPU computes a token in a fraction of the time in which Python launches its hundreds of kernels. With a static cache
 these kernels are the same for every token, on the same tensors: captured after two tokens, they are launched together,
-and the host looks once in `LOOK_EVERY` tokens whether all texts have ended. The loop is that of `generate` for greedy
+and the host checks every `LOOK_EVERY` tokens whether all texts have ended. The loop is that of `generate` for greedy
 search and sampling: it chooses the same tokens, and draws the same random numbers.
 
 Letters: B batch, V vocabulary, M = `mem_len`.
@@ -34,13 +34,13 @@ from .captured import RECORDERS, Step, why_not_captured, without_cached_casts
 
 logger = logging.get_logger(__name__)
 
-# Tokens launched kernel by kernel, so that all kernels are compiled; a capture takes about as long as one of them.
+# Tokens launched kernel by kernel, which compiles all kernels; a capture takes about as long as one such token.
 TOKENS_BEFORE = 2
-# From so few new tokens on a graph saves nothing.
+# New tokens below which a graph saves no time.
 FEWEST_TOKENS = 8
-# Tokens between two looks of the host whether all texts have ended.
+# Tokens between two checks by the host whether all texts have ended.
 LOOK_EVERY = 16
-# Of the scores alone, by kernels alone.
+# Warpers that only launch kernels, and read the scores alone; criteria that `Texts` implements.
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, LogitNormalization)
 CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
@@ -53,15 +53,15 @@ def decode(
     config: GenerationConfig,
     kwargs: dict[str, Any],
 ) -> Tensor | None:
-    """The result of `GenerationMixin._sample`, (B, n) token ids; None where it is to be computed kernel by kernel.
+    """The result of `GenerationMixin._sample`, (B, n) token ids; None where `_sample` has to compute them.
 
-    The generator of random numbers is further on afterwards, by the tokens that were drawn after the last text's end.
+    The random generator is ahead of `_sample`'s, because tokens are drawn until the host sees that all texts ended.
 
     Args:
-        input_ids, processors, criteria, config: as `_sample` is given them. kwargs: its further keywords.
+        input_ids, processors, criteria, config: the arguments of `_sample`. kwargs: its other keywords.
 
     Raises:
-        RuntimeError: the scores that are drawn from hold NaN, as `torch.multinomial` raises it.
+        RuntimeError: scores of sampled tokens are NaN, as `torch.multinomial` raises it.
     """
     cache = kwargs.get(CACHE_NAME)
     is_default = type(cache) is MemoryCache and not is_filled(cache) and not hasattr(cache, "_is_user_defined")
@@ -78,7 +78,7 @@ def decode(
     texts = Texts(model, cache, input_ids, processors, config, criteria.max_length, lengths)
     texts.draw()
     texts.take(outputs.logits)
-    # The logits of a long prompt take more memory than all else.
+    # Freed here, because the logits of a long prompt take more memory than anything else.
     del outputs
     if streamer is not None:
         streamer.put(texts.token[:, 0].cpu())
@@ -96,7 +96,7 @@ def why_not_decoded(
     config: GenerationConfig,
     kwargs: dict[str, Any],
 ) -> str | None:
-    """The reason why a graph would not do what `_sample` does with these arguments; None if it would."""
+    """The reason why a graph cannot replace `_sample` with these arguments; None if it can."""
     for entry in processors:
         if type(entry) not in WARPERS:
             return f"{type(entry).__name__} may compute with Python"
@@ -117,11 +117,11 @@ def why_not_decoded(
 
 
 class Texts:
-    """Texts that are being written, with all that a step reads and writes in tensors that stay where they are.
+    """Texts in generation; a step reads and writes tensors at fixed addresses alone, so that a graph can capture it.
 
     Attributes:
-        ids: (B, n), of which the columns before `place`, (1,), are written. token: (B, 1), the last one.
-        unfinished: (B,) bool. broken: (1,) bool, whether scores that were drawn from held NaN.
+        ids: (B, n) token ids, valid in the columns before `place`, (1,). token: (B, 1), the last one.
+        unfinished: (B,) bool. broken: (1,) bool, whether scores of sampled tokens were NaN.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Texts:
         lengths: Any = None,
     ):
         """Args:
-        cache: which has read `input_ids`, (B, L). length: of the texts, at most.
+        cache: the cache after `input_ids`, (B, L). length: the greatest length of the texts.
         lengths: see `TransfoXLModel.forward`.
         """
         rows, self._begun = input_ids.shape
@@ -148,36 +148,36 @@ class Texts:
         self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         self.broken = torch.zeros(1, dtype=torch.bool, device=device)
         self._ends, self._pad = config._eos_token_tensor, config._pad_token_tensor
-        # Drawn outside of the graph: while one is captured that draws, no other thread may.
+        # Drawn outside of the graph, because no other thread may draw during the capture of a graph that does.
         noise = torch.empty(rows, model.config.vocab_size, device=device)
         self._noise: Tensor | None = noise if config.do_sample else None
         self._key_mask = decoding_state_of(cache).key_mask
 
     def draw(self) -> None:
-        """Draw what the next choice takes, where it is one by chance."""
+        """Draw the noise of the next choice, where tokens are sampled."""
         if self._noise is not None:
             self._noise.exponential_()
 
     def step(self) -> None:
-        """Read the last token and choose the next: what is captured."""
+        """Read the last token and choose the next: the step that a graph captures."""
         state: Any = decoding_state_of(self._cache)
         state.key_mask = self._key_mask
         options = {CACHE_NAME: self._cache, "use_cache": True, "lengths": self._lengths, "return_dict": True}
         logits = self._model(self.token, **options).logits
         if self._key_mask is not None:
-            # The call leaves a new mask; a graph reads the one that it was captured with.
+            # The new mask is copied into the first one, because a graph reads the tensors of its capture.
             self._key_mask.copy_(state.key_mask)
             state.key_mask = self._key_mask
         self.take(logits)
 
     def take(self, logits: Tensor) -> None:
-        """Choose a token of each text by (B, n, V) logits of the last position, and write it."""
+        """Choose each text's next token by the last position of (B, n, V) logits, and write it into `ids`."""
         scores = self._processors(self.ids, logits[:, -1].to(torch.float32, copy=True))
         if self._noise is not None:
-            # As in `torch.multinomial`, which looks at the probabilities on the host, and so cannot be captured.
+            # The choice of `torch.multinomial`, which a graph cannot contain, because it checks on the host.
             probabilities = F.softmax(scores, dim=-1)
             chosen = (probabilities / self._noise).argmax(dim=-1)
-            # NaN among the scores is NaN everywhere in a softmax.
+            # One column is checked, because one NaN score makes the whole row of a softmax NaN.
             self.broken |= probabilities[:, 0].isnan().any()
         else:
             chosen = scores.argmax(dim=-1)
@@ -189,7 +189,7 @@ class Texts:
         self.place += 1
 
     def write(self, streamer: Any = None) -> None:
-        """Write until all texts have ended, or are as long as they may be; each token is handed to the streamer."""
+        """Generate until all texts have ended or have their greatest length; each token is passed to the streamer."""
         run: Step = self.step
         every, first = 1 if streamer is not None else LOOK_EVERY, self._written
         while self._written < self._length and not ((self._written - first) % every == 0 and self.has_ended()):
@@ -207,18 +207,18 @@ class Texts:
             with without_cached_casts():
                 return RECORDERS[device.type](self.step, device)
         except Exception as error:
-            # Of CUDA, its driver or this PyTorch.
+            # Any error, because CUDA, its driver and PyTorch raise several types.
             logger.warning_once(f"tokens are launched kernel by kernel, as no graph of them was captured: {error}")
             return self.step
 
     def has_ended(self) -> bool:
-        """Whether all texts have; the host waits for the device."""
+        """Whether all texts have ended, for which the host waits for the device. Raises a RuntimeError if `broken`."""
         if bool(self.broken):
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         return self._ends is not None and not bool(self.unfinished.any())
 
     def found(self) -> Tensor:
-        """(B, n) ids, up to the token with which the last text ended."""
+        """(B, n) ids, up to the end of the longest text."""
         self.has_ended()
         new = self.ids[:, self._begun : self._written]
         if self._ends is None:

@@ -1,17 +1,17 @@
-"""The model's operators, faster: matrix products on CPU by oneDNN where MKL is slow, projections that compute no
-gradient for the memory, and dropout that draws four fates out of one random number.
+"""Faster operators of the model: matrix products on CPU by oneDNN where MKL is slow, projections that compute no
+gradient for the memory, and dropout that draws for four elements by one random number.
 
-PyTorch multiplies fp32 matrices on x86 with MKL. On CPUs of other makers than Intel, MKL leaves AVX-512 unused, and
-oneDNN, which PyTorch also carries, is faster, for one row as for a thousand: by a third on an AMD that takes two turns
-for 512 bits (Zen 4), twice as fast on later ones. It takes longer to begin, so that what is small is left to MKL. On
-Intel's, MKL multiplies as fast, and wants no matrix brought into another layout before. In bf16 PyTorch asks oneDNN by
-itself, but for a single row not in the way that takes the least time.
+PyTorch multiplies fp32 matrices on x86 with MKL. On CPUs not made by Intel, MKL does not use AVX-512, and oneDNN,
+which PyTorch contains too, is faster, for one row as for a thousand: by a third on an AMD that splits operations of
+512 bits in two (Zen 4), twice as fast on later ones. Small products stay with MKL, because oneDNN takes longer to
+start. On Intel's CPUs MKL is as fast, and reorders no matrix first. In bf16 PyTorch uses oneDNN itself, except that a
+single row has a faster form here.
 
 Layers are plain `nn.Linear`, as quantisation, adapters and offloading expect them; `linear`, which the model calls,
-takes the faster product where a layer is nothing more.
+uses the faster product where a layer is unmodified.
 
-PyTorch's dropout on CPU draws each element's fate by itself, one after the other, which can be a fifth of a training
-step; a third of that is left here. And behind a ReLU nothing is kept but the result, which the next layer keeps
+PyTorch's dropout on CPU draws a random number for each element, one after the other, which can take a fifth of a
+training step; this one takes a third of that. Dropout after a ReLU saves its result alone, which the next layer saves
 anyway."""
 
 import functools
@@ -31,16 +31,16 @@ from torch.nn.modules import module as all_modules
 from ..transfo_xl.attention_transfo_xl import OPERATORS, working_dtype
 
 FEW_ROWS = 128
-# oneDNN takes some 10 µs to begin, and MKL one or two: where a matrix has no more numbers than the one, and a product
-# fewer multiplications than the other, MKL has ended by then. A larger matrix may have to come from memory first.
+# Up to so many numbers in a matrix, and multiplications below so many in a product, MKL is used, because it ends
+# before oneDNN has started (10 µs against one or two). A larger matrix may have to be read from memory first.
 SMALL_MATRIX = 1 << 16
 FEW_MULTIPLICATIONS = 1 << 20
-# A dropout draw has 16 bits, so that a probability is met to 2**-16.
+# Values of a dropout draw, which has 16 bits: a probability is exact to 2**-16.
 DRAWS = 2**16
 
 
 def _has_onednn() -> bool:
-    # The operator is what torch.compile calls for a linear layer; not every build of PyTorch has it.
+    # torch.compile's operator for a linear layer, which some builds of PyTorch lack.
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -51,13 +51,13 @@ def _onednn_is_faster() -> bool:
 
 @functools.cache
 def is_by_intel() -> bool:
-    """Whether the CPU's maker is the one that MKL asks for."""
+    """Whether the CPU is made by Intel, which MKL checks too."""
     return "GenuineIntel" in _cpu()
 
 
 @functools.cache
 def _takes_two_turns() -> bool:
-    """Whether the CPU is of AMD's family 25 (Zen 3 and 4), which multiplies 512 bits in two turns if at all."""
+    """Whether the CPU is of AMD's family 25: Zen 3, without AVX-512, or Zen 4, which splits 512 bits in two."""
     return bool(re.search(r"AuthenticAMD\ncpu family\s*: 25\n", _cpu()))
 
 
@@ -70,17 +70,17 @@ def _cpu() -> str:
 def bf16_is_faster() -> bool:
     """Whether this CPU multiplies matrices of bf16 in less time than those of fp32.
 
-    With AMX it does. AVX512_BF16 alone is faster than fp32 by oneDNN, on AMD's, and slower than MKL's on Intel's.
+    True with AMX. AVX512_BF16 alone is faster than oneDNN's fp32 on AMD's CPUs, slower than MKL's on Intel's.
     """
     return torch.cpu._is_amx_tile_supported() or (torch.cpu._is_avx512_bf16_supported() and not is_by_intel())
 
 
 def reads_columns_sooner(row: Tensor) -> bool:
-    """Whether the product of one such row, (…, 1, k), with a matrix that comes from memory, (…, k, n), takes less time
-    where the n numbers of each of its rows lie side by side than where the k of each column do.
+    """Whether a row, (…, 1, k), times a matrix in memory, (…, k, n), takes less time where the matrix is row-major
+    than where it is column-major.
 
-    MKL's does on Intel's CPUs in fp32, a quarter of the time for 8 matrices of 64 × 2,049; and those that lie the
-    other way it multiplies as they are in half the time that it takes with their transposes.
+    True for MKL on Intel's CPUs in fp32: a quarter of the time for 8 matrices of 64 × 2,049. With a column-major
+    matrix, a @ b takes half the time of bᵀ @ aᵀ there.
     """
     return row.is_cpu and row.dtype == torch.float32 and is_by_intel()
 
@@ -88,9 +88,9 @@ def reads_columns_sooner(row: Tensor) -> bool:
 def _onednn_takes(*tensors: Tensor) -> bool:
     """Whether oneDNN computes a product of these: plain fp32 tensors, not empty, on a CPU where it is faster.
 
-    `torch.backends.mkldnn.flags(enabled=False)` turns it off.
+    `torch.backends.mkldnn.flags(enabled=False)` turns oneDNN off.
     """
-    # Under torch.compile `is_plain` is False, so that a graph never traces the checks behind it.
+    # Under torch.compile `is_plain` is False, so that a graph never traces the later checks.
     if not is_plain(*tensors) or not _onednn_is_faster():
         return False
     if not torch.backends.mkldnn.enabled or torch.is_autocast_enabled("cpu"):
@@ -103,7 +103,7 @@ def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         # oneDNN has fast kernels for these two layouts only.
         b = b.contiguous()
     if 1 < a.numel() // a.shape[-1] <= FEW_ROWS and b.shape[0] < b.shape[1] and b.is_contiguous():
-        # oneDNN reorders its second operand at every call: better the few rows than the matrix.
+        # The few rows come second, because oneDNN reorders its second operand at every call.
         transposed = torch.ops.mkldnn._linear_pointwise.default(b, a.reshape(-1, a.shape[-1]), None, "none", [], "")
         result = transposed.t().clone(memory_format=torch.contiguous_format)
         result = result if bias is None else result.add_(bias)
@@ -112,8 +112,8 @@ def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _onednn_takes_row(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
-    """Whether the product is of one row of plain bf16, on a CPU of Intel that has AMX for it. PyTorch's own product
-    refuses shapes that do not fit."""
+    """Whether oneDNN computes a product of one row of plain bf16: on Intel's CPUs with AMX. False for shapes that do
+    not fit, because PyTorch's own product raises the error."""
     tensors = (a, b) if bias is None else (a, b, bias)
     if not is_plain(*tensors) or not (_has_onednn() and is_by_intel() and torch.cpu._is_amx_tile_supported()):
         return False
@@ -126,8 +126,8 @@ def _onednn_takes_row(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
 
 
 def _onednn_row(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """a·bᵀ + bias of one row, as b·aᵀ: the matrix is read as it lies, in two thirds of the time, and is not brought
-    into the layout of a second operand first."""
+    """a·bᵀ + bias of one row, as b·aᵀ, which takes two thirds of the time, because oneDNN reorders the second operand
+    alone."""
     row = a.reshape(1, -1)
     if bias is None:
         column = torch.ops.mkldnn._linear_pointwise.default(b, row, None, "none", [], "")
@@ -179,15 +179,15 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     if is_small or not _onednn_takes(*tensors):
         return nn.functional.linear(a, b, bias)
     if differentiated:
-        # A view made within the function may not be changed in place later, so that the rows are viewed outside.
+        # Rows are viewed outside the function, because a view made within may not be changed in place later.
         rows = _DifferentiableProduct.apply(a.reshape(-1, a.shape[-1]), b, bias)
         return rows if a.dim() == 2 else rows.view(*a.shape[:-1], b.shape[0])
     return _onednn_product(a, b, bias)
 
 
 def products_are_single(states: Tensor) -> bool:
-    """Whether `products` of such states, (…), are faster of one pair of matrices at a time: oneDNN's operator takes no
-    more, and makes up for that where MKL has half its speed."""
+    """Whether `products` of such states, (…), are faster one pair of matrices at a time: by oneDNN, whose operator
+    takes one pair, where it has twice MKL's speed."""
     return _onednn_takes(states) and not _takes_two_turns()
 
 
@@ -196,7 +196,7 @@ def products(a: Tensor, b: Tensor, room: Tensor | None = None) -> Tensor:
 
     Args:
         a: (N, r, k). b: (N, c, k).
-        room: memory for the result, as many numbers or more, which oneDNN does without.
+        room: memory for the result, of as many numbers or more; oneDNN does not use it.
 
     Returns:
         (N, r, c), contiguous.
@@ -208,7 +208,7 @@ def products(a: Tensor, b: Tensor, room: Tensor | None = None) -> Tensor:
 
 
 def add_products(total: Tensor, a: Tensor, b: Tensor):
-    """Add `products(a, b)` to total, (N, r, c), in place; total may be of a wider type."""
+    """Add `products(a, b)` to total, (N, r, c), in place; total may have a wider dtype."""
     if _is_single(a, b) or total.dtype != a.dtype:
         total += products(a, b)
     else:
@@ -220,10 +220,9 @@ def _is_single(a: Tensor, b: Tensor) -> bool:
 
 
 def rounded(states: Tensor) -> tuple[Tensor, Tensor]:
-    """The states, (…), for sums and norms; and in the type that products of them are computed in, for all products.
+    """The states, (…), for sums and norms, and one cast of them to the dtype of products, if they have another.
 
-    Both are the same where that is their own type. Under autocast each product would round them for itself, and bring
-    its gradient back to their type before it is added to the others.
+    One cast, because under autocast each product would cast the states again, and widen its gradient before the sum.
     """
     dtype = working_dtype(states)
     if dtype == states.dtype or not takes_part_plainly(states):
@@ -232,7 +231,7 @@ def rounded(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Rounded(torch.autograd.Function):
-    """See `rounded`: the gradient of what is narrower is widened while it is added, and not before."""
+    """See `rounded`: the gradient of the cast states is widened within the sum, not before it."""
 
     @staticmethod
     def forward(ctx, states, dtype):
@@ -249,7 +248,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def linear(layer: nn.Module, states: Tensor) -> Tensor:
-    """`layer(states)`, by `product` where that is the same.
+    """`layer(states)`, by `product` where the layer is an unmodified `nn.Linear`.
 
     A layer that has been replaced (quantised, adapted), hooked or given another forward (offloaded) is called.
 
@@ -265,11 +264,11 @@ def linear(layer: nn.Module, states: Tensor) -> Tensor:
 
 
 def linear_after(memory: Tensor | None, states: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """`linear` of [memory, states] by two layers, or of the states by any number of layers: in one product, where that
-    is a launch less of many.
+    """`linear` of [memory, states] by two layers, or of the states by any number of layers, which on a GPU is one
+    product, because that saves launches.
 
-    Where the memory needs no gradient, none is computed for its rows, also where torch.compile traces; under autocast
-    both are joined in its type.
+    No gradient is computed for the rows of a memory that needs none, also under torch.compile. Under autocast memory
+    and states are joined in its dtype.
 
     Args:
         memory: (B, m, k) or None. states: (B, L, k). layers: two linear layers, (…, k) → (…, n).
@@ -282,7 +281,7 @@ def linear_after(memory: Tensor | None, states: Tensor, layers: Sequence[nn.Modu
     )
     if memory is None or memory.shape[1] == 0:
         if are_bare and _multiplies_batches(states):
-            # A row of decoding would read all weights once more, to join them.
+            # Only with gradients, because joining reads all weights again, which a row of decoding cannot make up for.
             several: list[Any] = [layer.weight for layer in layers]
             if torch.compiler.is_compiling() or is_plain(states, *several):
                 return list(product(states, torch.cat(several)).split([len(weight) for weight in several], dim=-1))
@@ -290,7 +289,7 @@ def linear_after(memory: Tensor | None, states: Tensor, layers: Sequence[nn.Modu
     dtype = working_dtype(states)
     memory, states = memory.to(dtype), states.to(dtype)
     if are_bare and states.requires_grad and not memory.requires_grad:
-        # With all in one type, autocast casts nothing within.
+        # One dtype for all, so that autocast casts nothing within the function.
         weights: list[Any] = [
             layer.weight if layer.weight.dtype == dtype else layer.weight.to(dtype) for layer in layers
         ]
@@ -303,15 +302,15 @@ def linear_after(memory: Tensor | None, states: Tensor, layers: Sequence[nn.Modu
 
 
 def takes_part_plainly(states: Tensor, *others: Tensor) -> bool:
-    """Whether a gradient of these states is wanted in reverse mode, and all are plain: see `is_plain`."""
+    """Whether these states need a gradient in reverse mode, and all tensors are plain: see `is_plain`."""
     return torch.is_grad_enabled() and states.requires_grad and is_plain(states, *others)
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Whether this runs eagerly, with tensors that are nothing more: no subclasses, torch.func or tangents.
+    """Whether the call is eager and the tensors are plain: no subclasses, no transforms of torch.func, no tangents.
 
-    What vmap maps over does not say whether it needs a gradient, and no operator of ours has a tangent. Where nobody
-    transforms or differentiates forward, no tensor is asked for that.
+    A tensor under vmap does not show whether it needs a gradient, and the package's operators have no forward mode.
+    Tensors are checked only while a transform or forward mode is active.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
@@ -322,7 +321,7 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 def is_transformed(*tensors: Tensor) -> bool:
-    """Whether torch.func maps over one of them or differentiates it, or it has a tangent."""
+    """Whether torch.func maps over or differentiates one of the tensors, or one has a tangent."""
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     if transformed and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
         return True
@@ -330,9 +329,9 @@ def is_transformed(*tensors: Tensor) -> bool:
 
 
 class _ProjectionAfterMemory(torch.autograd.Function):
-    """Two projections of memory and segment, of which the memory gets no gradient.
+    """Two projections of memory and segment, without a gradient for the memory.
 
-    The joined states are a result too, so that a second derivative finds where they came from.
+    The joined states are a result too, so that a second derivative reaches the segment through them.
     """
 
     @staticmethod
@@ -358,9 +357,9 @@ class _ProjectionAfterMemory(torch.autograd.Function):
 
 
 class _ProjectionInAGraph(torch.autograd.Function):
-    """The same for torch.compile, which differentiates once and drops what nobody wants.
+    """`_ProjectionAfterMemory` for torch.compile, which differentiates once and removes unused results.
 
-    Were memory and segment projected apart, keys and values would be joined, and their gradients parted, in copies.
+    Joined before the projections, because joining keys and values after them, and splitting gradients, copies.
     """
 
     @staticmethod
@@ -380,7 +379,7 @@ class _ProjectionInAGraph(torch.autograd.Function):
 
 
 def _add_product(total: Tensor | None, rows: Tensor, matrix: Tensor) -> Tensor:
-    """total + (B, L, n) · (n, k), of rows that lie apart in memory."""
+    """total + (B, L, n) · (n, k), where the rows of the batch are not contiguous."""
     if not _multiplies_batches(rows):
         share = product(rows.reshape(-1, rows.shape[-1]), matrix.t()).view(*rows.shape[:2], -1)
         return share if total is None else total + share
@@ -389,12 +388,12 @@ def _add_product(total: Tensor | None, rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _multiplies_batches(rows: Tensor) -> bool:
-    """Whether rows that lie apart are multiplied there: on a GPU, where bringing them together takes longer."""
+    """Whether strided rows are multiplied as a batch: on a GPU, where a contiguous copy takes longer."""
     return not rows.is_cpu
 
 
 def is_wrapped(layer: nn.Module) -> bool:
-    """Whether anybody but us has to do with a layer: it is hooked, or has been given another forward."""
+    """Whether other code changes a layer: the layer has hooks, or a forward of its own."""
     return bool(
         "forward" in vars(layer)
         or layer._forward_hooks
@@ -411,9 +410,9 @@ def is_wrapped(layer: nn.Module) -> bool:
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, (…, L, n) of (…, L, k) and (…, k, n).
 
-    One row reads all of b for little arithmetic. In a graph it is written so that a compiler makes one kernel of it
-    and all that follows. On a CPU keys are read row after row, each for one number, which takes a fifth less time
-    than as columns, in bf16 half of it; but see `reads_columns_sooner`.
+    With one row, reading b takes the time. In a graph the product is a sum, so that the compiler fuses it with what
+    follows. On a CPU a column-major b (keys) is multiplied as bᵀ @ aᵀ, which takes a fifth less time, in bf16 half of
+    it, unless `reads_columns_sooner`.
     """
     if a.shape[-2] > 1:
         return a @ b
@@ -425,14 +424,14 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def keep_layout(rel_key: Tensor) -> Tensor:
-    """(H, n, Dh), laid out as one query reads it in the least time."""
+    """(H, n, Dh), in the layout that a product with one query reads fastest."""
     if torch.compiler.is_compiling() or not reads_columns_sooner(rel_key):
         return rel_key.contiguous()
     return rel_key.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def dropout(module: nn.Module, states: Tensor) -> Tensor:
-    """`module(states)`, for states (…) of any shape. It draws from PyTorch's generator, but not as PyTorch does."""
+    """`module(states)`, for states (…) of any shape. It draws other numbers than PyTorch, from the same generator."""
     if module.training and states.is_cpu and _drops(module) and is_plain(states):
         return _Drop.apply(states, module.p)
     return module(states)
@@ -441,21 +440,21 @@ def dropout(module: nn.Module, states: Tensor) -> Tensor:
 def relu_dropout(module: nn.Module, states: Tensor) -> Tensor:
     """`module(states.relu())`, for states (…) of any shape.
 
-    Where it is trained, PyTorch would keep the result of the ReLU and what was dropped, and read both backward. But
-    the result is 0 exactly where either of them has made it so, and there the gradient is 0.
+    In training PyTorch would save the result of the ReLU and the dropout mask. Here the result alone is saved, because
+    it is 0 exactly where the gradient is 0.
     """
-    # Without a gradient too: a checkpoint draws first without one, and then the same with one.
+    # Without a gradient too, because checkpointing runs forward first without one, and must draw the same.
     if module.training and _drops(module) and is_plain(states):
         return _ReluAndDrop.apply(states, module.p)
     if module.training and torch.compiler.is_compiling() and _drops(module):
-        # One mask for the backward pass of a graph, not one of each; NaN is not below 0.
+        # One mask of ReLU and dropout for the backward pass of a graph; `~(states <= 0)` keeps NaN.
         kept = (torch.rand(states.shape, device=states.device) >= module.p) & ~(states <= 0)
         return torch.where(kept, states / (1 - module.p), 0)
     return dropout(module, states.relu())
 
 
 def _drops(module: nn.Module) -> TypeGuard[nn.Dropout]:
-    """Whether it is PyTorch's own dropout, without hooks, and drops some numbers and not all."""
+    """Whether the module is PyTorch's own dropout, without hooks, with 0 < p < 1."""
     return type(module) is nn.Dropout and 0 < module.p < 1 and not is_wrapped(module)
 
 
@@ -463,7 +462,7 @@ def draw_and_drop(states: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """Dropout with probability p in (0, 1] on CPU, without a gradient.
 
     Returns:
-        What is left, (…), and where it is: (…) bool. The one is states times the other times `scale_of(p)`.
+        The result, states · kept · `scale_of(p)`, (…), and kept, (…) bool.
     """
     count = states.numel()
     numbers = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
@@ -472,12 +471,12 @@ def draw_and_drop(states: Tensor, p: float) -> tuple[Tensor, Tensor]:
 
 
 def scale_of(p: float) -> float:
-    """By what `draw_and_drop` multiplies what it keeps, so that the mean stays."""
+    """The factor of the entries that `draw_and_drop` keeps, which preserves the mean."""
     return DRAWS / (DRAWS - _dropped_draws(p)) if p < 1 else 0.0
 
 
 def _dropped_draws(p: float) -> int:
-    """How many of the DRAWS that are possible drop an element: some, and not all but where p = 1."""
+    """How many of the DRAWS values drop an element: at least one, and all only where p = 1."""
     return min(max(round(p * DRAWS), 1), DRAWS - 1) if p < 1 else DRAWS
 
 

@@ -1,8 +1,8 @@
 """Losses of the adaptive softmax over many logits, block by block, with a backward pass of their own.
 
-The tokens are sorted by bin, which takes one transfer to the host for all bins. No more than a block of logits is
-held at a time; the backward pass computes a block again, unless its logits were few enough to be kept. Both passes
-are operators of torch.compile, so that a graph goes on around what depends on how many tokens a bin has.
+The tokens are sorted by bin, which takes one transfer to the host for all bins. At most a block of logits is in memory
+at a time; the backward pass computes a block again, unless its logits were few enough to be kept. Both passes are
+custom operators, so that torch.compile's graph does not break at shapes that depend on the number of tokens in a bin.
 """
 
 from collections.abc import Iterator
@@ -26,14 +26,14 @@ from .softmax_triton import (
     write_gradient,
 )
 
-# No more logits of a bin than this (128 MB) are kept for the backward pass: on CPU that makes it 18 % faster than
-# computing them again. Where they are more, or need no gradient, blocks of 16 MB, which a cache may hold, are computed
-# one after the other; of fewer words than MIN_BLOCK_WIDTH the product would be slow.
+# Logits of a bin (128 MB) up to which they are kept for the backward pass, which on CPU makes it 18 % faster than
+# computing them again. More logits, or logits without a gradient, are computed in blocks of 16 MB, which a cache may
+# hold, of MIN_BLOCK_WIDTH words at least, because products of fewer are slow.
 MAX_KEPT_LOGITS = 2**25
 BLOCK_LOGITS, MIN_BLOCK_WIDTH = 2**22, 1024
-# Rows of so many logits (1 MB) go through all elementwise steps before the next ones: those wait for memory otherwise.
+# Logits (1 MB) whose rows go through all elementwise steps before the next rows, so that the steps read a cache.
 CACHED_LOGITS = 2**18
-# A GPU has no cache to stay in, and what a block costs is launching its kernels: there it is so many bytes.
+# Bytes of a block on a GPU, where blocks are large, because each costs kernel launches and none fits a cache.
 GPU_BYTES = 2**31
 
 
@@ -46,9 +46,9 @@ class TargetsByBin(NamedTuple):
     """The targets, (N,), sorted.
 
     Args:
-        order: (N,), where the targets stand that are in order: those to ignore, then bin after bin.
-        ends: on the host, how many of them are less than -100, than -99, than the first token of each bin, than V.
-        copied: when `ends` has arrived there; None: it has.
+        order: (N,), the indices that sort the targets: those to ignore, then bin after bin.
+        ends: on the host, the numbers of targets below -100, below -99, below the first token of each bin, below V.
+        copied: the CUDA event after which `ends` is on the host; None: it is.
     """
 
     order: Tensor
@@ -61,21 +61,21 @@ def sort_targets(softmax: AdaptiveLogSoftmax, targets: Tensor) -> TargetsByBin:
     targets = targets.long()
     in_order, order = targets.sort(stable=True)
     starts = [start for start, _, _ in softmax.bins]
-    # Made on the device: a list would have to be copied there, for which the host waits.
+    # Made on the device, because the host would wait for the copy of a list.
     ends = torch.stack([targets.new_full((), end) for end in (-100, -99, *starts, softmax.config.vocab_size)])
     ends = torch.searchsorted(in_order, ends)
     if not ends.is_cuda or torch.compiler.is_compiling():
         return TargetsByBin(order, ends.cpu() if ends.is_cuda else ends)
     copied, stream = torch.cuda.Event(), torch.cuda.current_stream(ends.device)
     ends = ends.to("cpu", non_blocking=True)
-    # An event by itself is of the current device, where the tensors need not be.
+    # The stream is given, because an event defaults to the current device, which may not be that of the tensors.
     copied.record(stream)
     return TargetsByBin(order, ends, copied)
 
 
 def nll(softmax: AdaptiveLogSoftmax, hidden_states: Tensor, targets: Tensor, by_bin: TargetsByBin | None) -> Tensor:
-    """`AdaptiveLogSoftmax.nll`, block by block. It can be differentiated once; with `create_graph=True` the backward
-    pass is a RuntimeError.
+    """`AdaptiveLogSoftmax.nll`, block by block. Differentiable once; with `create_graph=True` the backward pass raises
+    a RuntimeError.
 
     Args:
         softmax: has the parameters. hidden_states: (N, D). targets: (N,). by_bin: `sort_targets(targets)`, or None.
@@ -89,7 +89,7 @@ def nll(softmax: AdaptiveLogSoftmax, hidden_states: Tensor, targets: Tensor, by_
     few = targets.numel() * softmax.config.vocab_size <= MAX_KEPT_LOGITS
     if torch.compiler.is_compiling() and few:
         return softmax.plain_nll(hidden_states, targets)
-    # PyTorch drops the tangents of an operator that has none, without a word, and knows no rule for mapping it.
+    # PyTorch's own operators, because custom ones drop tangents silently and have no rule for vmap.
     if not torch.compiler.is_compiling() and is_transformed(hidden_states, *softmax.parameters()):
         return softmax.plain_nll(hidden_states, targets)
     by_bin = by_bin or sort_targets(softmax, targets)
@@ -103,7 +103,7 @@ def nll(softmax: AdaptiveLogSoftmax, hidden_states: Tensor, targets: Tensor, by_
     losses = []
     # Also bins without any token, so that their parameters get a gradient (zero) on every process.
     for layer, share in zip(softmax.out_layers, shares, strict=True):
-        # The rows of its table that each bin has.
+        # The range of table rows of each bin.
         starts_of_tables = [softmax.bins[i][0] if len(softmax.out_layers) > 1 else 0 for i in share]
         ranges = [n - first for i, first in zip(share, starts_of_tables, strict=True) for n in softmax.bins[i][:2]]
         starts = [softmax.bins[i][0] for i in share]
@@ -128,17 +128,17 @@ def _bin_losses(
     vocab_size: int,
 ) -> Tensor:
     """Summands of the targets' losses from the bins of a table: (N,) fp32. See `losses_of_bins`."""
-    # How many logits there are to keep is a number that a graph has no room for.
+    # Nothing is kept in a graph, because the number of kept logits depends on the data.
     keeps = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not weight.is_meta
     tensors = (weight, bias, hidden_states, targets, head_targets, clusters, by_bin.order, by_bin.ends)
     return losses_of_bins(*tensors, bins, ranges, starts, vocab_size, keeps)[0]
 
 
 class _Task(NamedTuple):
-    """One normalisation: n tokens over a range of the table and over `clusters`, logits that come after it.
+    """One softmax: n tokens over a range of the table's rows, then over the logits `clusters`.
 
     Args:
-        rows: (n,), where the tokens stand among all N, or None: all of them are here, in their order.
+        rows: (n,), the indices of the tokens among all N; None: all tokens, in their order.
         block: the range. hidden_states: (n, d_i). targets: (n,). start: the target that begins the range.
         clusters: (n, c), or None where there are none.
     """
@@ -151,7 +151,7 @@ class _Task(NamedTuple):
     clusters: Tensor | None
 
     def pick(self, tensor: Tensor) -> Tensor:
-        """Of (N, …) what belongs to these tokens, (n, …)."""
+        """The rows of (N, …) of these tokens, (n, …)."""
         return tensor if self.rows is None else tensor.index_select(0, self.rows)
 
     def place(self, tensor: Tensor, total: int) -> Tensor:
@@ -162,7 +162,7 @@ class _Task(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """A table, its bins and their tokens: what both operators are given first. See `losses_of_bins`."""
+    """A table, its bins and their tokens: the first arguments of both operators. See `losses_of_bins`."""
 
     weight: Tensor
     bias: Tensor
@@ -178,11 +178,11 @@ class _Table(NamedTuple):
 
 
 def _tasks(table: _Table, ends: list[int]) -> Iterator[_Task]:
-    """One for each bin of a table, whose `ends` are numbers here."""
+    """A task for each bin of a table; `ends`: `TargetsByBin.ends` as numbers."""
     ignored, *ends = ends[1:]
     blocks = map(slice, table.ranges[::2], table.ranges[1::2])
     for i, states, block, start in zip(table.bins, table.hidden_states, blocks, table.starts, strict=True):
-        # The head has every token that counts; it need not have them in order.
+        # The head has every token that is not ignored, in any order.
         rows = table.order[ends[i] : ends[i + 1]] if i > 0 else table.order[ignored:] if ignored else None
         columns = table.targets if i > 0 or table.head_targets is None else table.head_targets
         task = _Task(rows, block, states, columns, start, None)
@@ -191,7 +191,7 @@ def _tasks(table: _Table, ends: list[int]) -> Iterator[_Task]:
 
 
 def _read_ends(ends: Tensor, targets: Tensor, vocab_size: int) -> list[int]:
-    """`TargetsByBin.ends` as numbers, after a look whether all targets are tokens."""
+    """`TargetsByBin.ends` as numbers; a ValueError is raised if a target is neither -100 nor a token."""
     counts = ends.tolist()
     if counts[0] > 0 or counts[2] > counts[1] or counts[-1] < len(targets):
         check_labels(targets.cpu(), vocab_size)
@@ -203,7 +203,7 @@ def _compute_losses(table: _Table, vocab_size: int, keeps: bool) -> tuple[Tensor
     targets = table.targets
     wide = wide_dtype(table.hidden_states[0])
     losses: Tensor | None = None
-    # For each bin what is known of the softmax of its tokens: log of the denominator, and the target's logit.
+    # For each bin, of each token's softmax so far: the log of the denominator, and the target's logit.
     statistics = targets.new_full((2, len(table.bins), len(targets)), -torch.inf, dtype=wide)
     kept: list[Tensor] = []
     with torch.autocast(table.weight.device.type, enabled=False):
@@ -211,7 +211,7 @@ def _compute_losses(table: _Table, vocab_size: int, keeps: bool) -> tuple[Tensor
             of_task = statistics[:, len(kept), : len(task.targets)]
             whole, kept_of_task = keeps and _may_be_kept(task), task.hidden_states.new_empty(0)
             for columns, logits, column_bias in _blocks(table.weight, table.bias, task, whole=whole):
-                # The block behind it is the clusters, which are there anyway.
+                # The first block alone, because the next one is the clusters, which the caller keeps anyway.
                 if whole and columns.start == 0:
                     kept_of_task = logits
                 first = task.start + columns.start
@@ -235,7 +235,7 @@ def _compute_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """See `gradients_of_bins`."""
     weight, bias, total = table.weight, table.bias, len(table.targets)
-    # The ranges cover the table, so that every row is written.
+    # Uninitialised, because the ranges cover the table, so that every row is written.
     grad_weight = torch.empty_like(weight) if wanted[0] else weight.new_empty(0)
     grad_bias = torch.empty_like(bias) if wanted[1] else bias.new_empty(0)
     grad_clusters, grad_states = weight.new_empty(0), []
@@ -280,7 +280,7 @@ def _may_be_kept(task: _Task) -> bool:
     logits = len(task.targets) * (task.block.stop - task.block.start)
     if task.hidden_states.device.type == "cpu":
         return logits <= MAX_KEPT_LOGITS
-    # Those of the tail are as many, and a smaller product away.
+    # The head's logits alone, because a tail bin has as many, and a smaller product computes them again.
     return task.clusters is not None and logits * _element_size(task) <= GPU_BYTES
 
 
@@ -292,10 +292,10 @@ def _element_size(task: _Task) -> int:
 def _blocks(
     weight: Tensor, bias: Tensor, task: _Task, kept: Tensor | None = None, whole: bool = False
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """The columns, counted from start, the (n, width) logits of each block, and the bias that is to be added to them.
+    """For each block its columns, counted from `start`, its (n, width) logits, and the bias that the kernels add.
 
-    The kernels add it; otherwise the logits have it. The clusters are the last block, and fp32. Whoever is given a
-    block that is not `kept` may write into it.
+    Bias None: the logits contain it. The clusters are the last block, in fp32. The caller may write into a block that
+    is not `kept`.
     """
     hidden, (start, end) = task.hidden_states, (task.block.start, task.block.stop)
     rows, size, fused = len(hidden), end - start, fuses(hidden)
@@ -318,13 +318,13 @@ def _blocks(
 
 
 def _add_statistics(logits: Tensor, targets: Tensor, statistics: Tensor, first: int) -> None:
-    """As the kernel of this name does it."""
+    """`add_statistics` by PyTorch's operators."""
     for rows in _cached_rows(logits):
         normalizer, picked = statistics[:, rows]
         part = wide(logits[rows])
         column, inside = _column(targets[rows], first, part)
         picked.copy_(torch.where(inside, part.gather(1, column)[:, 0], picked))
-        # Where all words of a block are forbidden, ∞ - ∞ must not be computed.
+        # Clamped, because where all words of a block are forbidden, ∞ - ∞ would be NaN.
         peak = part.amax(1).clamp_(min=torch.finfo(part.dtype).min)
         normalizer.copy_(torch.logaddexp(normalizer, peak + (part - peak[:, None]).exp_().sum(1).log_()))
 
@@ -332,10 +332,10 @@ def _add_statistics(logits: Tensor, targets: Tensor, statistics: Tensor, first: 
 def _write_gradient(
     logits: Tensor, targets: Tensor, normalizer: Tensor, gradient: Tensor, result: Tensor, first: int, sums: bool
 ) -> Tensor:
-    """As `write_gradient` does it: (softmax - one-hot) · gradient of each row's loss, (n, width), into the result.
+    """`write_gradient` by PyTorch's operators: (softmax - one-hot) · the row's `gradient`, into `result`, (n, width).
 
     Returns:
-        Its sum over the rows, (1, width), if wanted.
+        The sum of `result` over the rows, (1, width), or (1, 0) without `sums`.
     """
     total = logits.new_zeros(1, logits.shape[1] if sums else 0, dtype=wide_dtype(logits))
     in_place = result.dtype == total.dtype
@@ -352,14 +352,14 @@ def _write_gradient(
 
 
 def _cached_rows(logits: Tensor) -> Iterator[slice]:
-    """All rows of (n, width), by as many as a cache of a CPU holds; other devices take them at once."""
+    """All rows of (n, width) in slices that fit the cache of a CPU; on other devices, in one slice."""
     n, width = logits.shape
     step = max(1, CACHED_LOGITS // width) if logits.is_cpu else max(1, n)
     return (slice(first, first + step) for first in range(0, n, step))
 
 
 def _column(targets: Tensor, first: int, block: Tensor) -> tuple[Tensor, Tensor]:
-    """For each target its column in a block, (n, 1), some column if it is in another one, and whether it is, (n,)."""
+    """Each target's column in a block, (n, 1), clamped if it is in another block, and whether it is in this, (n,)."""
     place = targets - first
     column = place.clamp(0, block.shape[1] - 1)
     return column[:, None], column == place
@@ -380,22 +380,22 @@ def losses_of_bins(*inputs):
     """Cross-entropies of several bins of one table, without their logits.
 
     Blocks of columns (tokens of the vocabulary) are computed one after the other, so that the table is read, and its
-    gradient written, once. The backward pass computes a block again, unless there were so few logits that they were
-    kept. One operator does all bins of a table, because a slice for each would add up gradients of the whole table.
-    To torch.compile it is one operation, with results of the same shapes however many tokens a bin has.
+    gradient written, once. The backward pass computes a block again, unless its logits were kept. One operator
+    computes all bins of a table, because a slice for each bin would sum gradients as large as the table. For
+    torch.compile it is one operation, whose results have the same shapes for any number of tokens in a bin.
 
     Args:
         weight, bias: the table, (n, d) and (n,).
         hidden_states: for each bin (N, d), projected for it.
         targets: (N,) tokens, -100 to ignore. head_targets: (N,) columns of the head, if the head is one of the bins.
-        clusters: (N, c), the logits of the head behind those of its tokens.
+        clusters: (N, c), the head's logits of clusters, after those of its tokens.
         order, ends: see `TargetsByBin`.
-        bins: their numbers. ranges: start and end of each in the table. starts: the first token of each.
+        bins: their numbers. ranges: start and end of each bin in the table. starts: the first token of each bin.
         vocab_size: V. keeps: whether logits may be kept for the backward pass.
 
     Returns:
-        The sum of their losses, (N,) fp32; for each bin the logarithms of the denominators, (N,), those of its tokens
-        first; and the logits that were kept.
+        The loss of each target, summed over the bins, (N,) fp32; for each bin the logs of the denominators, (N,),
+        those of its tokens first; and the kept logits.
 
     Raises:
         ValueError: a target is neither -100 nor a token.
@@ -416,11 +416,11 @@ def _(weight, bias, hidden_states, targets, head_targets, clusters, order, ends,
     "-> (Tensor, Tensor, Tensor, Tensor[])",
 )
 def gradients_of_bins(*inputs):
-    """Gradients of weight, bias, clusters and hidden_states; an empty tensor where none is wanted or there are none.
+    """Gradients of weight, bias, clusters and hidden_states; an empty tensor for one that is None or not wanted.
 
     Args:
-        normalizers, kept: what `losses_of_bins` has returned. gradient: (N,), of its losses.
-        wanted: whether those of weight and bias are.
+        normalizers, kept: results of `losses_of_bins`. gradient: (N,), of its losses.
+        wanted: whether the gradients of weight and bias are wanted.
     """
     return _compute_gradients(_Table(*inputs[:11]), *inputs[11:])
 

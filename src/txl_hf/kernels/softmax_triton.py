@@ -1,8 +1,8 @@
-"""Two Triton kernels of the cross-entropy of a block of logits: what its softmax comes to, and its gradient.
+"""Two Triton kernels for the cross-entropy of a block of logits: statistics of its softmax, and its gradient.
 
 PyTorch's operators read and write the logits, tokens × words of a bin, eight times each way, in fp32. Here the forward
-pass reads them once, in the type that the product gave them; the backward pass reads them once and writes the gradient
-once, in their place if the caller likes. The bias is added on the way, in fp32, and its gradient falls out on the way.
+pass reads them once, in the product's dtype; the backward pass reads them once and writes the gradient once, in place
+if the caller passes the logits as output. Both kernels add the bias, in fp32, and the second sums its gradient.
 """
 
 import torch
@@ -17,10 +17,10 @@ try:
 except ImportError:
     triton = None
 
-# Products on a GPU want a multiple of so many words: with 19,997 an H200 does them by kernels of an older GPU, which
-# took four times as long as with 20,000.
+# Products on a GPU are padded to a multiple of so many words, because an H200 multiplies 19,997 by kernels of an older
+# GPU, which took four times as long as with 20,000.
 WORDS_AT_A_TIME = 16
-# How many partial sums the gradient of the bias is added up from: so many programs share the rows of a block.
+# Partial sums of the gradient of the bias, at most: as many programs share the rows of a block.
 ROW_CHUNKS = 32
 # Rows and columns of a tile of the gradient; columns that the forward pass reads at a time.
 TILE = (16, 256)
@@ -28,7 +28,7 @@ COLUMNS = 4096
 
 
 def fuses(hidden_states: Tensor) -> bool:
-    """Whether the kernels take the logits of these states, (n, d): on a GPU that Triton knows, fp16, bf16 or fp32."""
+    """Whether the kernels take the logits of these states, (n, d): fp16, bf16 or fp32, on a GPU with Triton."""
     return hidden_states.device.type == "cuda" and why_no_kernels(hidden_states) is None
 
 
@@ -37,15 +37,15 @@ def _padding(count: int) -> int:
 
 
 def padded_rows(table: Tensor) -> Tensor:
-    """(w, d) with rows of zeros behind it, to a multiple of `WORDS_AT_A_TIME`."""
+    """(w, d), padded with rows of zeros to a multiple of `WORDS_AT_A_TIME`."""
     missing = _padding(len(table))
     return F.pad(table, (0, 0, 0, missing)) if missing else table
 
 
 def padded_product(hidden_states: Tensor, table: Tensor, rows: slice) -> Tensor:
-    """(n, d) · (w, d)ᵀ of some rows of a table, (n, w), in rows that go on, with anything, to such a length.
+    """(n, d) · (w, d)ᵀ of some rows of a table, (n, w), as a view of rows padded with any values to that multiple.
 
-    What follows in the table does as well as zeros, and costs no copy.
+    The table's next rows are the padding, because zeros would need a copy.
     """
     count = rows.stop - rows.start
     padded = table[rows.start : rows.stop + _padding(count)].to(hidden_states.dtype)
@@ -53,13 +53,13 @@ def padded_product(hidden_states: Tensor, table: Tensor, rows: slice) -> Tensor:
 
 
 def padded_empty_like(logits: Tensor) -> Tensor:
-    """Memory for as many logits, (n, w), in such rows."""
+    """Memory for as many logits, (n, w), in rows padded as by `padded_product`."""
     rows, columns = logits.shape
     return logits.new_empty(rows, columns + _padding(columns))[:, :columns]
 
 
 def with_padding(logits: Tensor) -> Tensor:
-    """Such rows of logits, (n, w), to their ends."""
+    """The padded rows of which the logits, (n, w), are a view."""
     return logits.as_strided((len(logits), logits.stride(0)), (logits.stride(0), 1))
 
 
@@ -70,11 +70,11 @@ if triton is not None:
     def _statistics_kernel(
         logits, bias, targets, statistics, stride, statistics_stride, columns, first, BLOCK: tl.constexpr
     ):
-        """One row: take its logits into the log of its denominator, and its target's logit."""
+        """Add one row's logits to its running log-sum-exp, and store its target's logit."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
         statistics += row
-        # What the columns before came to is one more term of the sum.
+        # The log-sum-exp of earlier columns is one more term of the sum.
         before = tl.load(statistics)
         peak = before
         total = 0.0
@@ -85,7 +85,7 @@ if triton is not None:
             if bias is not None:
                 score += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
             higher = tl.maximum(peak, tl.max(score, 0))
-            # ∞ - ∞ must not reach the exponential where nothing but forbidden words have come yet.
+            # Shift 0 while all words so far are forbidden, because ∞ - ∞ would be NaN.
             shift = tl.where(higher == -float("inf"), 0.0, higher)
             total = total * tl.exp2((peak - shift) * _LOG2_E) + tl.sum(tl.exp2((score - shift) * _LOG2_E), 0)
             peak = higher
@@ -121,12 +121,12 @@ if triton is not None:
     ):
         """Some columns of `chunk` rows: (softmax - one-hot) · gradient of each row's loss, and its sums by column.
 
-        From the last column to `width` there are zeros.
+        The padding, from `columns` to `width`, is set to zero.
         """
         column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         inside = column < columns
         stored = column < width
-        # A tile of them, because adding up rows takes all warps' results and a wait for the slowest: once is enough.
+        # A tile of sums, added up once at the end, because a sum over rows waits for the slowest warp.
         sums = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         begin = tl.program_id(1) * chunk
         end = tl.minimum(begin + chunk, rows)
@@ -155,10 +155,10 @@ if triton is not None:
             total = tl.sum(sums, 0)
             tl.store(bias_sums + tl.program_id(1).to(tl.int64) * columns + column, total, mask=inside)
 
-    # Operators to PyTorch, so that whoever counts what is launched sees them.
+    # Custom operators, so that profilers and dispatch modes of PyTorch see them.
     @torch.library.custom_op("txl_hf::add_statistics", mutates_args=("statistics",))
     def add_statistics(logits: Tensor, bias: Tensor | None, targets: Tensor, statistics: Tensor, first: int) -> None:
-        """Take a block of logits into what is known of the softmax of each row.
+        """Add a block of logits to the statistics of each row's softmax, in place.
 
         Args:
             logits: (n, w) without the bias, the columns from `first` on. bias: (w,) or None.
@@ -174,7 +174,7 @@ if triton is not None:
             _statistics_kernel[(rows,)](
                 logits,
                 bias,
-                # The kernels know no stride of it; a slice of other labels has one.
+                # Contiguous, because the kernels take no stride of targets, which a slice of labels has.
                 targets.contiguous(),
                 statistics,
                 logits.stride(0),
@@ -200,7 +200,7 @@ if triton is not None:
         first: int,
         wants_sums: bool,
     ) -> Tensor:
-        """The gradient of a block of logits, into `output`, (n, w), which may be the logits; zeros into its padding.
+        """Write a block's gradient of logits to `output`, (n, w), which may be the logits, and zeros to its padding.
 
         Args:
             logits, bias, targets, first: as for `add_statistics`.
@@ -248,5 +248,5 @@ if triton is not None:
         return (triton.cdiv(rows, chunk), columns) if wanted else (0,)
 
 else:
-    # Nobody calls them: `fuses` says no.
+    # Never called, because `fuses` is False.
     add_statistics = write_gradient = None  # type: ignore[assignment]

@@ -1,9 +1,9 @@
 """The weights that the products of a captured step read, cast and padded together.
 
-Under autocast each product casts its weight, and the gradient is cast back: 18 kernels a layer. Where heads are no
-multiple of 16 wide, attention pads what it is given: 12 more. Here weights that are not padded are cast by one call;
-the others are stacked, those of all layers that are equal, and cast and padded by two kernels. The gradients of each
-kind are stacked and cast back.
+Under autocast each product casts its weight, and the gradient is cast back: 18 kernels a layer. Where the width of
+heads is no multiple of 16, attention pads its inputs: 12 kernels more. Here weights without padding are cast by one
+call; the others are stacked by kind over all layers, and each stack is cast and padded by two kernels. The gradients
+of each kind are stacked and cast back.
 
 Letters: n weights of a kind, D = `d_model`, H heads, Dh head width, W = Dh rounded up to a multiple of 16.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Where a weight has its heads: in its rows, its columns, or nowhere.
+# The axis of a weight that is divided into heads: rows, columns, or none.
 _ROWS, _COLUMNS, _NOWHERE = "rows", "columns", "nowhere"
 KINDS = {
     **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "r_proj.weight"), _ROWS),
@@ -25,8 +25,8 @@ MULTIPLE = 16
 
 
 class _Kind(NamedTuple):
-    """The weights of a kind: their names, the shape of each with its heads apart and as a product reads it, and (n, …)
-    copies of them, of which `inside` is what is no padding."""
+    """The weights of a kind: their names, the shape of one with an axis of heads and as a product reads it, and (n, …)
+    copies of all; `inside` is a view of the copies without padding."""
 
     names: list[str]
     apart: tuple[int, ...]
@@ -36,21 +36,21 @@ class _Kind(NamedTuple):
 
 
 class ProductWeights:
-    """Copies of the weights of a Transformer-XL's layers in the type of products, biases u and v in their own.
+    """Copies of the weights of a Transformer-XL's layers in the dtype of products, biases u and v in their own dtype.
 
     Args:
-        weights: those of a model, by name. config: the model's. dtype: the type of products.
+        weights: a model's parameters, by name. config: the model's. dtype: that of products.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], config: Any, dtype: torch.dtype):
         self._weights, self._kinds = weights, list[_Kind]()
         heads, width = config.n_head, config.d_head
-        # Learned keys of distances are as wide as heads, and no weight of a product.
+        # Learned keys of distances have the width of heads and are no weight of a product: no padding.
         wide = width + (-width % MULTIPLE if config.attn_type == 0 else 0)
         found: dict[str, list[str]] = {}
         for name in weights:
             kind = ".".join(name.split(".")[-2:])
-            # Biases u and v are read as they are, but for padding.
+            # Biases u and v are copied only where they are padded.
             kind = kind if kind in KINDS or wide == width else name.split(".")[-1]
             if kind in KINDS:
                 found.setdefault(kind, []).append(name)
@@ -70,7 +70,7 @@ class ProductWeights:
             self._kinds.append(_Kind(names, apart, read, copies, inside))
 
     def leaves(self) -> dict[str, nn.Parameter]:
-        """The copies by name, as leaves that no gradient has been asked of; their numbers are those of `renew`."""
+        """The copies by name, as leaves without a gradient; `renew` sets their values."""
         found: dict[str, nn.Parameter] = {}
         for kind in self._kinds:
             found |= {
@@ -80,7 +80,7 @@ class ProductWeights:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Take the weights as they are now."""
+        """Copy the current values of the weights."""
         places: list[Tensor] = []
         taken: list[Tensor] = []
         for kind in self._kinds:
@@ -93,7 +93,7 @@ class ProductWeights:
         torch._foreach_copy_(places, taken)
 
     def of_weights(self, gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """The gradients of leaves, by name, as those of the weights; others as they are."""
+        """The gradients of leaves, by name, in the shapes and dtypes of the weights; other gradients unchanged."""
         found = dict(gradients)
         for kind in self._kinds:
             given = [gradient for name in kind.names if (gradient := gradients[name]) is not None]

@@ -29,19 +29,18 @@ from .positions_transfo_xl import is_exporting
 
 logger = logging.get_logger(__name__)
 
-# `log_prob(top_k=…)` skips a cluster this much (in nats) below the k-th best token. The margin is there because later
-# steps round: a temperature divides, beam search adds the scores of the text before, and neither may make different
-# tokens equal.
+# `log_prob(top_k=…)` skips a cluster this much (in nats) below the k-th best token. The margin is needed because later
+# steps round: a temperature divides, beam search adds earlier scores, and neither may make different tokens equal.
 PRUNING_MARGIN = 1e-3
-# Of fewer logits than this the losses are computed by the plain operations, which are as fast then.
+# Logits up to which `plain_nll` computes the losses, because it is as fast for so few.
 FEW_LOGITS = 2**18
 
 
 class InputProjection(nn.Module):
     """From the width of a bin, (..., d_i), to that of the model, (..., D).
 
-    This and `OutputProjection` store (D, d_i), so that the two can be tied. They are no `nn.Linear`: whoever adapts or
-    replaces those would change both ends of a tie in different ways.
+    This class and `OutputProjection` store (D, d_i), so that the two can be tied. They are no `nn.Linear`, because
+    code that adapts or replaces linear layers would change two tied modules differently.
     """
 
     def __init__(self, width: int, d_model: int):
@@ -62,8 +61,8 @@ class OutputProjection(InputProjection):
 class OutputLayer(nn.Module):
     """A table of tokens, (n, d_i), with their biases, (n,). One table can serve all bins.
 
-    `layer(function, *arguments)` is `function(weight, bias, *arguments)`: the softmax says what is to be done with the
-    table, and does it here, where hooks see the parameters being read.
+    `layer(function, *arguments)` is `function(weight, bias, *arguments)`: functions of the softmax run in the forward
+    of the table, so that hooks run before its parameters are read.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter):
@@ -74,7 +73,7 @@ class OutputLayer(nn.Module):
         return function(self.weight, self.bias, *arguments)
 
     def to_linear(self) -> nn.Linear:
-        """The whole table as the layer that `transformers` can resize; the parameters are shared."""
+        """The whole table as a linear layer, which `transformers` can resize; the parameters are shared."""
         linear = nn.Linear(self.weight.shape[1], self.weight.shape[0], device="meta")
         linear.weight, linear.bias = self.weight, self.bias
         return linear
@@ -118,7 +117,7 @@ class AdaptiveEmbedding(nn.Module):
     def weight(self) -> nn.Parameter:
         """The first table, or the first tied projection where no tables are tied.
 
-        Whoever shards the model (accelerate) puts the embedding and the softmax together if their `weight` is one.
+        Programs that shard the model (accelerate) keep the embedding and the softmax together if they share `weight`.
         """
         tied = _first_tied_projection(self.config)
         projection = 0 if self.config.div_val == 1 else tied
@@ -133,20 +132,20 @@ class AdaptiveEmbedding(nn.Module):
             (B, L, D).
 
         Raises:
-            IndexError: an id lies outside the vocabulary. In a compiled call that is a RuntimeError, and a single
-                token is not looked at.
+            IndexError: an id is outside the vocabulary. A compiled call raises a RuntimeError, and does not check a
+                single token.
         """
         _check_range(input_ids, self.config.vocab_size, "input_ids", IndexError)
         dtype = self.emb_layers[0].weight.dtype
         if len(self.emb_layers) == 1:
             return self.emb_projs[0](self.emb_layers[0](input_ids)).to(dtype) * self.scale
-        # Every bin embeds every token and the right one is kept: the projections are small beside the layers, and
-        # selecting tokens by bin would make the host wait for the device once for each bin.
+        # Every bin embeds every token, and the right bin's result is kept, because the projections are small beside
+        # the layers, and selecting tokens by bin would make the host wait for the device once for each bin.
         parts = []
         for (start, end, _), embed, project in zip(self.bins, self.emb_layers, self.emb_projs, strict=True):
             place = input_ids - start
             inside = place.clamp(0, end - start - 1)
-            # Zeros stay zeros, as projections have no bias, and before the projection the tensor is narrower.
+            # Masked before the projection, because the tensor is narrower there, and without a bias zeros stay zeros.
             parts.append(project(embed(inside).masked_fill((place != inside)[..., None], 0)))
         # Under autocast the projections return a narrower type than the hidden states have.
         return reduce(torch.add, parts).to(dtype) * self.scale
@@ -179,7 +178,7 @@ class AdaptiveLogSoftmax(nn.Module):
 
     @property
     def bias(self) -> nn.Parameter:
-        """The biases of all tokens, (V,), which belong to `weight`: whoever fuses head and loss (TRL) reads the two.
+        """The biases of all tokens, (V,), which belong to `weight`; programs that fuse head and loss (TRL) read both.
 
         Raises:
             AttributeError: the softmax is more than hidden states times one table: there are cutoffs or a projection.
@@ -195,7 +194,7 @@ class AdaptiveLogSoftmax(nn.Module):
         top_k: int | None = None,
         by_bin: Any = None,
     ) -> Tensor:
-        """`nll` of the targets, or `log_prob` without any: sharding gathers the parameters for a forward."""
+        """`nll` of the targets, else `log_prob`, in a forward, because sharding gathers the parameters for it."""
         if targets is None:
             return self.log_prob(hidden_states, top_k)
         return self.nll(hidden_states, targets, by_bin)
@@ -204,11 +203,11 @@ class AdaptiveLogSoftmax(nn.Module):
         """
         Args:
             hidden_states: (..., D).
-            top_k: only the `top_k` most probable tokens of each row have to be right. No token is more probable than
-                its cluster, so a cluster less probable than the k-th best token found so far holds none of them: it
-                is not computed, and its probability is spread evenly over its tokens. So the probabilities still sum
-                to 1, and whoever looks at no more than the k best tokens finds exactly what he would find in the
-                whole. None: all tokens are right.
+            top_k: only the `top_k` most probable tokens of each row have to be exact. No token is more probable than
+                its cluster, so a cluster less probable than the k-th best token so far contains none of them: its bin
+                is not computed, and its probability is spread evenly over its tokens. The probabilities still sum to
+                1, and the k best tokens and their probabilities are those of the whole softmax. None: all tokens are
+                exact.
 
         Returns:
             Log-probabilities of the whole vocabulary, (..., V) fp32.
@@ -216,7 +215,7 @@ class AdaptiveLogSoftmax(nn.Module):
         head = self.logits(hidden_states, 0).log_softmax(-1)
         if not self.config.cutoffs:
             return head
-        # What saves reading a table from memory on a CPU would make the host wait for any other device.
+        # On a CPU alone, which saves reading a table from memory, because the host would wait for any other device.
         prunes = head.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
         k = top_k if top_k is not None and prunes else 0
         parts = [head[..., : self.config.cutoffs[0]]]
@@ -265,7 +264,7 @@ class AdaptiveLogSoftmax(nn.Module):
         for i, (start, end, _) in list(enumerate(self.bins))[1:]:
             inside = (targets >= start) & (targets < end)
             if in_graph:
-                # A graph has one shape, so that each bin computes all tokens and ignores the rest.
+                # Each bin computes all tokens and ignores those of others, because a graph has fixed shapes.
                 of_bin = (targets - start).masked_fill(~inside, -100)
                 nll = nll + F.cross_entropy(self.logits(hidden_states, i), of_bin, reduction="none")
             else:
@@ -283,7 +282,7 @@ class AdaptiveLogSoftmax(nn.Module):
         return reduce(torch.add, [targets >= cutoff for cutoff in others], targets.clamp(max=first))
 
     def logits(self, hidden_states: Tensor, i: int) -> Tensor:
-        """(..., tokens of bin i) fp32, of hidden states (..., D); behind those of bin 0 the clusters."""
+        """(..., tokens of bin i) fp32, of hidden states (..., D); the clusters follow those of bin 0."""
         projected = self.out_projs[i](hidden_states)
         layer = self.out_layers[i if len(self.out_layers) > 1 else 0]
         start, end, _ = self.bins[i]
@@ -295,18 +294,18 @@ class AdaptiveLogSoftmax(nn.Module):
 
 
 class TransfoXLVocabularyModel(PreTrainedModel):
-    """The tables of a model: `resize_token_embeddings`, and tables of one's own in their place."""
+    """The tables of a model: `resize_token_embeddings`, and setters for other tables."""
 
     config: TransfoXLConfig
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> AdaptiveEmbedding:
-        """As in `transformers`: tokens come and go at the end of the vocabulary, which is in the last bin.
+        """As in `transformers`: tokens are added or removed at the end of the vocabulary, in the last bin.
 
         Raises:
             ValueError: fewer tokens than the last cutoff or a special token of the configuration needs, a multiple
-                below 1, or a model without tokens. The model is as it was.
+                below 1, or a model without tokens. The model is unchanged.
         """
         if self.config.vocab_size == 0:
             raise ValueError("vocab_size=0 means that there are no token embeddings to resize")
@@ -329,11 +328,11 @@ class TransfoXLVocabularyModel(PreTrainedModel):
         resized.validate_architecture()
         tokens = vocab_size if len(embeddings.emb_layers) == 1 else vocab_size - last_cutoff
         layer, head = embeddings.emb_layers[-1], getattr(self, "lm_head", None)
-        # Of one token alone there is no deviation to draw new ones with.
+        # Not with a single token, because it has no deviation from which new ones could be drawn.
         mean_resizing = mean_resizing and len(layer.weight) > 1
         if head is not None:
             output = head.out_layers[-1]
-            # Before the embeddings, which transformers resizes in place.
+            # The head before the embeddings, because transformers resizes these in place.
             linear = self._get_resized_lm_head(output.to_linear(), tokens, mean_resizing=mean_resizing)
         self._get_resized_embeddings(layer, tokens, mean_resizing=mean_resizing)
         if head is not None:
@@ -342,23 +341,23 @@ class TransfoXLVocabularyModel(PreTrainedModel):
         embeddings.bins = self.config.bins
         if head is not None:
             head.bins = self.config.bins
-        # Keep today's ties: a checkpoint whose tensors differed was loaded untied.
+        # The present ties stay, because a checkpoint whose tensors differed was loaded untied.
         self.tie_weights(recompute_mapping=False)
         return embeddings
 
     def set_input_embeddings(self, value: nn.Module):
-        """Take the weight of a plain table for the only bin, with the scale and the ties that this model has.
+        """Use the weight of a plain table for the only bin; the model's scale and ties stay.
 
         Raises:
-            ValueError: the model has several tables, or a projection, or the table has another size. The model is as
-                it was.
+            ValueError: the model has several tables, or a projection, or the table has another size. The model is
+                unchanged.
         """
         if not isinstance(value, nn.Embedding):
             return super().set_input_embeddings(value)
         self._take_table("set_input_embeddings", self.get_input_embeddings().emb_layers, value.weight)
 
     def set_output_embeddings(self, new_embeddings: nn.Module):
-        """Take weight and bias (none: zeros) of a linear layer for the only bin; raises as `set_input_embeddings`."""
+        """Use weight and bias (none: zeros) of a linear layer for the only bin; raises as `set_input_embeddings`."""
         if not isinstance(new_embeddings, nn.Linear):
             return super().set_output_embeddings(new_embeddings)
         [table] = self._take_table("set_output_embeddings", self.lm_head.out_layers, new_embeddings.weight)
@@ -395,7 +394,7 @@ def _best(log_probs: Tensor, k: int) -> Tensor:
 
 
 def check_labels(labels: Tensor, size: int, of: str = "the vocabulary") -> None:
-    """Raise a ValueError if a label is neither -100 nor in [0, size), the ids `of` what the message names."""
+    """Raise a ValueError if a label is neither -100 nor in [0, size), the range that the message calls `of`."""
     _check_range(labels.masked_fill(labels == -100, 0), size, "labels", ValueError, of)
 
 
@@ -403,19 +402,19 @@ def _check_range(ids: Tensor, size: int, name: str, error: type[Exception], of: 
     if ids.is_meta or ids.numel() == 0 or torch.jit.is_tracing():
         return
     if torch.compiler.is_compiling():
-        # Not in an exported graph, of which torch 2.6 cannot tell, nor for the single tokens of decoding, which a
-        # model has chosen, nor for the many calls of torch.func.vmap.
+        # No assertion in exports (strict ones of torch 2.6 have it, because that cannot detect them), in vmap, or for
+        # single tokens, because a model has chosen these.
         looks = torch.compiler.is_dynamo_compiling() and not is_exporting() and ids.shape[-1] > 1
         if looks and not torch._C._functorch.is_batchedtensor(ids):
             inside = (ids >= 0) & (ids < size)
             torch._assert_async(inside.all(), f"{name} outside {of} [0, {size})")
         return
     if torch._C._functorch.is_functorch_wrapped_tensor(ids):
-        # torch.func.vmap: the numbers of many calls at once, which none of them can look at.
+        # No check under torch.func.vmap, because a call cannot read numbers that belong to many calls.
         return
     low, high = ids.aminmax()
     if ids.is_cuda:
-        # As for any embedding there: the device stops, and the host has not had to wait for it.
+        # Asserted on the device, as for any embedding there, so that the host does not wait.
         torch._assert_async((low >= 0) & (high < size), f"{name} outside {of} [0, {size})")
     elif low < 0 or high >= size:
         raise error(f"{name} holds {int(low if low < 0 else high)}, outside {of} [0, {size})")
@@ -455,7 +454,7 @@ def targets_of(
 
 
 def check_targets(name: str, given: Tensor, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> bool:
-    """Raise a ValueError for labels that do not fit the inputs, (B, L); False where the model will refuse those."""
+    """Raise a ValueError if labels do not fit the inputs, (B, L); False where the model will refuse the inputs."""
     inputs, dims = (inputs_embeds, 3) if input_ids is None else (input_ids, 2)
     both = input_ids is not None and inputs_embeds is not None
     if both or not isinstance(inputs, Tensor) or inputs.dim() != dims:
@@ -468,7 +467,7 @@ def check_targets(name: str, given: Tensor, input_ids: Tensor | None, inputs_emb
 
 
 def check_numbers(num_items_in_batch: Any, logits_to_keep: Any = 0, inputs: Tensor | None = None):
-    """Raise a ValueError for a number of items that is none, or for positions outside the inputs, (B, L, …)."""
+    """Raise a ValueError if the number of items is no number, or a kept position is outside the inputs, (B, L, …)."""
     if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor | Number):
         raise ValueError(f"num_items_in_batch={num_items_in_batch!r} must be a number or a tensor of one")
     if isinstance(logits_to_keep, int):
@@ -482,7 +481,7 @@ def check_numbers(num_items_in_batch: Any, logits_to_keep: Any = 0, inputs: Tens
 
 
 def labels_of_rows(labels: Tensor, rows: int, config: TransfoXLConfig) -> Tensor:
-    """Labels in the type by which transformers' loss knows what they are: classes int64, numbers floating-point.
+    """Labels in the dtype by which transformers' loss distinguishes them: classes int64, numbers floating-point.
 
     Raises:
         ValueError: see `TransfoXLForSequenceClassification.forward`.
@@ -507,9 +506,9 @@ def labels_of_rows(labels: Tensor, rows: int, config: TransfoXLConfig) -> Tensor
 
 
 def mean_loss(losses: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    """The sum of the losses over their count, or over that of a whole step; 0 where nothing counts.
+    """The sum of the losses over the number of targets, or of a whole step's items; 0 without any target.
 
-    Where a model is spread over several GPUs, targets and counts may be on another one.
+    With a model on several GPUs, targets and counts may be on another GPU than the losses.
     """
     count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
     count = count.clamp(min=1).to(losses.device) if isinstance(count, Tensor) else max(count, 1)

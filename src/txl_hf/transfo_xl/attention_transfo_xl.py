@@ -11,9 +11,9 @@ shifted into place (Appendix B).
 
 Shapes: B batch, H heads, Dh head width, L queries (the segment), K = m + L keys (memory, then segment).
 
-`BACKENDS` is the one list of implementations. The package adds kernels to it through transformers'
-`AttentionInterface`, which is global, so that code that came with weights finds them too; `OPERATORS` has the other
-operations of the model that the package computes faster.
+`BACKENDS` has all implementations. The package adds kernels through transformers' `AttentionInterface`, because that
+is global, so that a copy of this file beside weights finds them too; `OPERATORS` has the other operations of the model
+that the package computes faster.
 """
 
 import contextlib
@@ -56,14 +56,14 @@ class AttentionInputs(NamedTuple):
         rel_bias: (H, n), a learned score per distance, rows as in `rel_key`.
         key_mask: (B, K) bool, False where a key is not attended to.
         window: the furthest distance a query sees; None: all keys up to itself.
-        future: how many keys after itself a query sees, as encoders have it: the last `future` rows of `rel_key` and
+        future: how many keys after itself a query sees, as in encoders: the last `future` rows of `rel_key` and
             `rel_bias` belong to the distances -1 … -future. None: no key after itself, and no rows for any.
         first_key: (B, L) int, the first key that a query sees: where its document begins. It never decreases along a
             row, nor exceeds the query's own key. None: 0.
-        order: (K,) int, with L = 1: the place in time of each key and value, 0 the oldest, where these lie in another
+        order: (K,) int, with L = 1: the place in time of each key and value, 0 the oldest, where they are in another
             order, as in a ring; distances, mask and first key are in order of time. None: keys and values are too.
-        hidden: the result of `hidden_keys` for these, which the layers of a call share; None: not computed yet. With
-            `future` any (B or 1, 1, L, K) bool; a query that sees nothing takes the mean of all values.
+        hidden: the result of `hidden_keys` for these inputs, which the layers of a call share; None: not computed yet.
+            With `future` any (B or 1, 1, L, K) bool; a query that sees nothing takes the mean of all values.
         score_bias: (B or 1, H or 1, L, K), with `future` alone: added to the scores, not scaled.
     """
 
@@ -93,7 +93,7 @@ class AttentionInputs(NamedTuple):
         return hidden_keys(*lengths, window, key_mask, device, self.first_key, self.order, future, queries)
 
     def of_every_distance(self, spare: int = 0) -> "AttentionInputs":
-        """The same with a row for each of the K + future distances in `rel_key` and `rel_bias`, and spare ones."""
+        """The inputs with a row for each of the K + future distances in `rel_key` and `rel_bias`, and `spare` more."""
         n = self.key.shape[2] + (self.future or 0) + spare
         both = (self.rel_key, self.rel_bias)
         rel_key, rel_bias = (None if rows is None else first_repeated(rows, n) for rows in both)
@@ -105,13 +105,13 @@ class Backend:
     """An implementation of relative attention.
 
     Args:
-        name: of `attn_implementation`.
+        name: the value of `attn_implementation`.
         run: `AttentionInputs` → the attended values (B, H, L, Dh), and the probabilities (B, H, L, K) or None.
         why_not: `AttentionInputs` → the reason why the backend cannot compute these, so that `"auto"` does, or None.
-        suits: `AttentionInputs` → whether `"auto"` takes this backend for these.
-        follows_order: whether keys may lie in the order of a ring (`AttentionInputs.order`).
-        needs_hidden: whether it reads `AttentionInputs.hidden`; if not, the call does not compute it.
-        captures: whether a CUDA graph may hold it.
+        suits: `AttentionInputs` → whether `"auto"` chooses this backend for these.
+        follows_order: whether keys may be stored in the order of a ring (`AttentionInputs.order`).
+        needs_hidden: whether the backend reads `AttentionInputs.hidden`; if not, the call does not compute that.
+        captures: whether a CUDA graph may contain it.
         both_ways: whether queries may see keys after themselves (`AttentionInputs.future`).
     """
 
@@ -198,9 +198,9 @@ def relative_shift(scores: Tensor) -> Tensor:
             entries start one entry earlier than the row above it.
 
     Returns:
-        (..., L, K) whose entry (i, j) is `scores[..., i, j + L - i]`, the score of distance i + (K - L) - j.
-        Entries of keys after the query, j > i + K - L, are meaningless. With columns for f more distances, -1 … -f, it
-        is (..., L, K + f), and only those further than f after the query are, as all of the last f columns.
+        (..., L, K) whose entry (i, j) is `scores[..., i, j + L - i]`, the score of distance i + (K - L) - j. Entries
+        of keys after the query, j > i + K - L, are meaningless. With f more columns, of distances -1 … -f, the result
+        is (..., L, K + f); meaningless are then keys more than f after the query, and the last f columns.
     """
     L, K = scores.shape[-2], scores.shape[-1] - 1
     return scores.flatten(-2)[..., L:].unflatten(-1, (L, K))
@@ -214,7 +214,7 @@ def eager_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         by_distance = position_scores(inputs)
         scores = hide(scores if by_distance is None else scores + by_distance, inputs)
     else:
-        # A query that sees nothing has the gradients that it has in transformers' encoders, which add their mask.
+        # An additive mask, so that a query that sees nothing has the same gradients as in transformers' encoders.
         scores = scores + additive_mask(inputs)
     wide = torch.promote_types(scores.dtype, torch.float32)
     probabilities = F.softmax(scores, dim=-1, dtype=wide).to(inputs.value.dtype)
@@ -224,10 +224,11 @@ def eager_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
 
 
 def position_scores(inputs: AttentionInputs) -> Tensor | None:
-    """(b) + (d), or (b) and a score per distance, or that alone: (B, H, L, K). None: no score depends on distances."""
+    """(b) + (d), or (b) and a score per distance, or such scores: (B, H, L, K). None: no score depends on
+    distances."""
     query, rel_key, rel_bias = inputs.query, inputs.rel_key, inputs.rel_bias
     (B, _, L, _), K = query.shape, inputs.key.shape[2]
-    # The spare column may hold anything: a row that exists takes less time than zeros.
+    # The spare column may hold anything, so it repeats a row, which takes less time than zeros.
     columns = K + (inputs.future or 0) + 1
     if rel_key is None:
         if rel_bias is None:
@@ -245,12 +246,12 @@ def position_scores(inputs: AttentionInputs) -> Tensor | None:
         scores = scores + rel_bias[:, None, None].to(scores.dtype) * inputs.scaling
     if shifts:
         return relative_shift(scores)[..., :K].transpose(0, 1)
-    # For a single query the scores are repeated instead of the rows: reading a row takes longer than its product.
+    # For one query the scores are repeated instead of the rows, because reading a row takes longer than its product.
     return in_order(first_repeated(scores, K, dim=-1), inputs).transpose(0, 1)
 
 
 def in_order(by_time: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Scores (…, L, K) of keys in order of time, rearranged for the keys as they lie."""
+    """Scores (…, L, K) of keys in order of time, rearranged to the order in which the keys are stored."""
     return by_time if inputs.order is None else by_time.index_select(-1, inputs.order)
 
 
@@ -261,7 +262,7 @@ def add_bias(query: Tensor, bias: Tensor | None) -> Tensor:
 
 def hide(scores: Tensor, inputs: AttentionInputs) -> Tensor:
     """Add `score_bias` to the scores (B, H, L, K), and set those of keys that a query does not see to minus infinity,
-    or with `future` to the lowest number of their type: a query that sees nothing has equal scores then."""
+    or with `future` to the lowest number of their type, so that a query that sees nothing has equal scores."""
     if inputs.score_bias is not None:
         scores = scores + inputs.score_bias
     hidden = inputs.hidden_keys() if inputs.hidden is None else inputs.hidden
@@ -296,11 +297,11 @@ def visible_keys(
     Args:
         query_length: L. key_length: K.
         window, key_mask, first_key, future: see `AttentionInputs`.
-        queries: those of the L that are asked about.
+        queries: a range of the L queries.
 
     Returns:
         (B or 1, 1, L, K) bool, a row for each of the `queries`. A query always sees itself, so that no softmax is
-        empty: the output of a padded query is never read.
+        empty; outputs of padded queries are never read.
     """
     query_position = torch.arange(key_length - query_length, key_length, device=device)[queries, None]
     distance = query_position - torch.arange(key_length, device=device)
@@ -311,7 +312,7 @@ def visible_keys(
     if first_key is not None:
         visible = visible & (torch.arange(key_length, device=device) >= first_key[:, None, queries, None])
         if future:
-            # Where the documents of the keys begin; before the queries none does.
+            # The first position of each key's document; no document begins before the queries.
             begins = F.pad(first_key, (key_length - query_length, 0))
             visible = visible & (begins[:, None, None, :] <= query_position)
     if key_mask is not None:
@@ -330,13 +331,12 @@ def hidden_keys(
     future: int | None = None,
     queries: slice = slice(None),
 ) -> Tensor | None:
-    """Which of the last keys each query does not attend to, in the order in which keys and values lie.
+    """Which of the last keys each query does not attend to, in the order in which keys and values are stored.
 
-    Arguments: see `visible_keys`, and for `order` `AttentionInputs`. Of some of the queries, `future` is given.
+    Arguments: see `visible_keys`, and for `order` `AttentionInputs`. `queries` other than all need `future`.
 
     Returns:
-        (B or 1, 1, L, n) bool of the last n keys (the future alone is hidden in the last L columns); None: nothing is
-        hidden.
+        (B or 1, 1, L, n) bool for the last n keys (n = L where the future alone is hidden); None: nothing is hidden.
     """
     if window is None and key_mask is None and first_key is None:
         if query_length == 1 or (future is not None and future >= query_length - 1):
@@ -348,7 +348,7 @@ def hidden_keys(
 
 
 def keep_documents_apart(inputs: AttentionInputs) -> tuple[AttentionInputs, Tensor | None]:
-    """Keep numbers that are not finite within their document: a weight of 0 times NaN would be NaN in the next.
+    """Keep non-finite numbers within their document, because a weight of 0 times NaN would be NaN in the next one.
 
     Returns:
         The inputs with zeros for keys and values that are not finite; and (B, 1, L, 1) bool, which queries see such a
@@ -356,17 +356,17 @@ def keep_documents_apart(inputs: AttentionInputs) -> tuple[AttentionInputs, Tens
     """
     key, value, first_key = inputs.key, inputs.value, inputs.first_key
     assert first_key is not None, "documents begin"
-    # A sum reads each number once and writes none.
+    # A sum as the check, because it reads each number once and writes none.
     if can_look(key) and math.isfinite(key.detach().sum()) and math.isfinite(value.detach().sum()):
         return inputs, None
     L, K = inputs.query.shape[2], key.shape[2]
     broken = ~(key.isfinite() & value.isfinite()).all(dim=-1).all(dim=1)
     hidden = broken[:, None, :, None]
     if inputs.order is not None:
-        # In order of time, as mask and first keys are.
+        # In order of time, like mask and first keys.
         broken = broken.index_copy(1, inputs.order, broken)
     seen = broken if inputs.key_mask is None else broken & inputs.key_mask
-    # The number of broken keys before each key: those from the first key that a query sees on are a difference.
+    # The number of broken keys before each key; the number in a query's range is a difference of two.
     before = F.pad(seen.cumsum(dim=1), (1, 0))
     last = torch.arange(K - L, K, device=key.device).expand(len(key), L)
     first = first_key if inputs.window is None else torch.maximum(first_key, last - inputs.window)
@@ -396,17 +396,17 @@ _CHOOSING_KERNEL = threading.Lock()
 
 def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> Tensor:
     """PyTorch's attention by its memory-efficient kernel, which takes an additive mask and heads whose width is a
-    multiple of eight. cuDNN's makes a plan for every number of keys, which takes longer than the attention."""
+    multiple of eight. Not by cuDNN's kernel, whose plan for every number of keys takes longer than the attention."""
     width = query.shape[-1]
     query, key, value = widened(-width % 8, query, key, value)
-    # `sdpa_kernel` sets the choice for all threads of the process; a compiled graph contains it.
+    # A lock, because `sdpa_kernel` sets the choice for all threads of the process; a compiled graph contains its own.
     choosing = contextlib.nullcontext() if torch.compiler.is_compiling() else _CHOOSING_KERNEL
     with choosing, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return F.scaled_dot_product_attention(query, key, value, mask, **options)[..., :width]
 
 
 def widened(missing: int, *heads: Tensor) -> tuple[Tensor, ...]:
-    """Heads, (…, Dh), with so many zeros more, which change no score."""
+    """Heads, (…, Dh), with `missing` zeros more, which change no score."""
     return tuple(F.pad(states, (0, missing)) for states in heads) if missing else heads
 
 
@@ -466,11 +466,11 @@ def choose_backend(inputs: AttentionInputs) -> Backend:
             return backend
     query = inputs.query
     if query.device.type == "cpu":
-        # PyTorch's fused path on CPU takes no additive mask that needs a gradient. A checkpoint runs dropout without a
-        # gradient first and has to draw the same numbers then.
+        # PyTorch's fused path on CPU takes no additive mask that needs a gradient. With dropout the choice ignores
+        # gradients, because checkpointing runs forward first without one and must draw alike.
         trained = inputs.rel_key is not None and (needs_gradient(query) or inputs.dropout > 0)
         return BACKENDS["eager" if trained else "sdpa"]
-    # One query has so few scores that plain products are as fast, and need no plan for each number of keys.
+    # Eager for one query, because plain products of few scores are as fast, and need no plan for each number of keys.
     return BACKENDS["eager" if query.shape[2] == 1 else "sdpa"]
 
 
@@ -483,8 +483,8 @@ BACKENDS = {
         Backend("flex_attention", flex_relative_attention, why_not=_why_not_flex, follows_order=True, both_ways=True),
     )
 }
-# Where the package was imported first, a copy of this file that came with weights takes its kernels too. Their class
-# is the package's `Backend`, hence the look at an attribute.
+# If the package was imported first, a copy of this file beside weights uses its kernels too. An attribute identifies
+# them, because their class is the package's `Backend`, not the copy's.
 BACKENDS |= {name: entry for name, entry in ALL_ATTENTION_FUNCTIONS.items() if hasattr(entry, "suits")}
 
 
@@ -495,11 +495,11 @@ def register(backend: Backend) -> None:
 
 
 def find_backend(name: str, module: nn.Module | None = None) -> Backend:
-    """The backend of this name: of `BACKENDS`, registered by the package, or made of a function of the user's in
+    """The backend of this name: from `BACKENDS`, registered by the package, or made from a user's function in
     transformers' `AttentionInterface`, whose mask is (b) + (d), (B, H, L, K), minus infinity where a key is not seen.
 
     Raises:
-        ValueError: there is none, or the function is transformers' own, which would leave out the distances.
+        ValueError: no backend has the name, or the function is transformers' own, which would leave out the distances.
     """
     if name in BACKENDS:
         return BACKENDS[name]
@@ -561,13 +561,13 @@ class Operators:
 
     @staticmethod
     def keep_layout(rel_key: Tensor) -> Tensor:
-        """(H, n, Dh) as a cache keeps it for many products with one query."""
+        """(H, n, Dh) in the layout in which a cache stores it, for many products with one query."""
         return rel_key.contiguous()
 
     # The softmax's losses of many logits, block by block: see `AdaptiveLogSoftmax.nll`. None: all logits at once.
     sort_targets: Callable[..., Any] | None = None
     nll: Callable[..., Tensor] | None = None
-    # `generate` by a graph where that can be: see `GenerationMixin._sample`. None, or the result None: by its loop.
+    # `generate` by a CUDA graph, see `GenerationMixin._sample`. None, or a result of None: by transformers' loop.
     decode: Callable[..., Tensor | None] | None = None
 
     @staticmethod
@@ -582,7 +582,7 @@ class Operators:
 
     @staticmethod
     def rounded(states: Tensor) -> tuple[Tensor, Tensor]:
-        """The states, (…), for sums and norms; and in `working_dtype`, once for all products that read them."""
+        """The states, (…), for sums and norms, and one cast of them to `working_dtype` for all products."""
         return states, states.to(working_dtype(states))
 
 

@@ -1,8 +1,8 @@
-"""The memory as keys and values that layers have projected: the caches that hold it for decoding, and their masks.
+"""The memory as keys and values that layers have projected: caches of it for decoding, and their masks.
 
-A cache of any class of `transformers` will do. A `DecodingState` on the cache has what decoding needs beside its keys
-and values. A `StaticMemoryCache` keeps keys where they are, as a graph needs it: the newest takes the slot of the one
-that is forgotten (`Ring`), and the scores of distances are put in the order of the slots (`AttentionInputs.order`).
+Caches of any class of `transformers` work. A `DecodingState` on the cache has the other state of decoding. A
+`StaticMemoryCache` has tensors at fixed addresses, as a graph needs it: the newest key overwrites the oldest (`Ring`),
+and the scores of distances are rearranged to the order of the slots (`AttentionInputs.order`).
 
 Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, S = M + 1 slots, H heads, Dh = `d_head`.
 """
@@ -31,10 +31,10 @@ CACHE_NAME = "cache" if "cache" in _BY_GENERATE else "past_key_values"
 
 
 def chosen_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
-    """The cache that a call was given, by either of its names.
+    """The cache argument of a call, by either of its names.
 
     Raises:
-        ValueError: it was given by both, or is no cache of a decoder.
+        ValueError: both names are given, or the value is no cache of a decoder.
     """
     if past_key_values is not None and cache is not None:
         raise ValueError("past_key_values and cache are two names of one thing: give one of them")
@@ -50,8 +50,8 @@ def chosen_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | 
 class MemoryCacheLayer(DynamicSlidingWindowLayer):
     """A sliding layer that does not copy its M keys for every token.
 
-    The keys lie in a buffer with room for M more behind them, so that a token is written once; when the room is used
-    up, what is remembered moves to the front of a new buffer. Everything but `update` is the sliding layer's.
+    The keys are stored in a buffer with room for M more after them, so that a token is written once; when the room is
+    used up, the last M are copied to the front of a new buffer. Everything except `update` is the sliding layer's.
     """
 
     _keys: Tensor
@@ -70,7 +70,7 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
 
     @keys.setter
     def keys(self, keys: Tensor):
-        # Setting them (to reorder beams, to crop, to move them) leaves no room: they are no view of the buffer then.
+        # No room is left, because keys that are set (reordered, cropped, moved) are no view of the buffer.
         self._keys, self._room = keys, 0
 
     @property
@@ -83,11 +83,11 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
         self._values, self._room = values, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Take (B, H, L, Dh) keys and values; return them behind those of the memory, and remember the last M."""
+        """Append (B, H, L, Dh) keys and values to those of the memory; return all, and store the last M."""
         length, memory_length = key_states.shape[2], self.sliding_window - 1
         if length > self._room or self.record_past or not self._fits(key_states):
             keys, values = super().update(key_states, value_states, *args, **kwargs)
-            # With gradients there is no use for room: nothing is written into keys that a backward pass may need.
+            # No room with gradients, because keys that a backward pass may need are not written to.
             if not self.record_past and not torch.is_grad_enabled():
                 self._make_room(memory_length)
             return keys, values
@@ -96,7 +96,7 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
         room = self._room - length
         self._end += length
         buffers = self._key_buffer, self._value_buffer
-        # `narrow` takes a third of the time of an index, and this is done in each layer for each token.
+        # `narrow`, because it takes a third of the time of an index, in each layer for each token.
         for buffer, states in zip(buffers, (key_states, value_states), strict=True):
             buffer.narrow(2, self._end - length, length).copy_(states)
         kept = min(seen, memory_length)
@@ -106,7 +106,7 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
         return keys, values
 
     def _fits(self, key_states: Tensor) -> bool:
-        """Whether keys may be written into the buffer, and are what it holds."""
+        """Whether keys may be written into the buffer, and have its dtype."""
         return _may_write(self._key_buffer) and self._key_buffer.dtype == key_states.dtype
 
     def _make_room(self, room: int):
@@ -120,15 +120,15 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
 
 
 class Ring:
-    """Where the rings of all layers have got to.
+    """The slot of the newest key, which the rings of all layers share.
 
     Attributes:
         slots: S.
-        is_turning: whether the layers are to write into the slot `newest`, in this call.
-        newest: (1,) int, the slot of the newest key; between calls of many tokens the last one, so that the slots are
-            in order of time.
-        turned: how many tokens have been written one by one. The count lies on the device: a GPU's graph would be
-            captured anew for every value of a number of the host.
+        is_turning: whether the layers write into the slot `newest` in this call.
+        newest: (1,) int, the slot of the newest key; after a call of several tokens the last slot, so that the slots
+            are in order of time.
+        turned: how many tokens have been written one by one. The count is on the device, because a GPU's graph would
+            be captured again for every value of a number on the host.
     """
 
     newest: Tensor
@@ -142,12 +142,12 @@ class Ring:
         self._is_placed, self._has_turned = False, False
 
     def place(self, device: torch.device):
-        """Make what lies on the device. A graph knows it by where it lies, so that this is done once."""
+        """Allocate the tensors on the device, once, because a graph reads fixed addresses."""
         if self._is_placed:
             return
         self.newest = torch.full((1,), self.slots - 1, device=device)
         # `_place` counts the steps of the ring, so that the newest key is in slot `_place` modulo `slots`; `_skipped`
-        # those of them that wrote no token. `_before` has for each slot the one before it.
+        # counts the steps that wrote no token. `_before` has the slot before each slot.
         self._place, self._skipped = self.newest.clone(), self.newest.clone()
         self._before = torch.arange(-1, self.slots - 1, device=device)
         for tensor in (self.newest, self._place, self._skipped, self._before):
@@ -159,17 +159,17 @@ class Ring:
         return int(self._place - self._skipped) if self._is_placed else 0
 
     def turn(self) -> Tensor:
-        """Go on by a slot, for one token of all layers.
+        """Advance by a slot, for one token of all layers.
 
         Returns:
-            (S,) int, the place in time of each slot's key when the token has been written: 0 is the oldest.
+            (S,) int, the place in time of each slot's key once the token has been written: 0 is the oldest.
         """
         self.is_turning = self._has_turned = True
         torch.remainder(self._place.add_(1), self.slots, out=self.newest)
         return (self._before - self.newest).remainder(self.slots)
 
     def unroll(self, layers: Sequence["RingLayer"]):
-        """Put the keys of all layers in order of time, the newest last, and let this call leave them so."""
+        """Sort the keys of all layers by time, the newest last; this call does not turn the ring."""
         self.is_turning = False
         if not self._has_turned:
             return
@@ -184,7 +184,7 @@ class Ring:
         self._has_turned = False
 
     def reset(self):
-        """As where nothing has been written one by one."""
+        """Return to the state before any token was written one by one."""
         self.is_turning = self._has_turned = False
         if self._is_placed:
             for tensor in (self.newest, self._place, self._skipped):
@@ -198,7 +198,7 @@ class RingLayer(StaticLayer):
 
     Attributes:
         is_filled: whether anything has been written.
-        written_together: how many tokens have been written but one by one, which `Ring` counts.
+        written_together: tokens written several at a time; `Ring` counts the others.
     """
 
     is_sliding = True
@@ -217,10 +217,10 @@ class RingLayer(StaticLayer):
         self.ring.place(key_states.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Take (B, H, L, Dh) keys and values; return all that a query may see.
+        """Write (B, H, L, Dh) keys and values; return all that a query may see.
 
-        After `Ring.turn`, with L = 1, that are the S slots as they lie. Else it is the memory with the segment behind
-        it, in order of time, but for the first keys, which bring a memory of their own.
+        After `Ring.turn`, with L = 1, these are the S slots in their order. Otherwise they are the memory, then the
+        segment, in order of time, or in the first call the given keys alone, which contain the memory.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -239,10 +239,10 @@ class RingLayer(StaticLayer):
         return found[0], found[1]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back no token, the only number that it can.
+        """Remove no token: 0 is the only number possible.
 
         Raises:
-            NotImplementedError: another number: the keys that those of the tokens replaced are gone.
+            NotImplementedError: another number, because the overwritten keys are lost.
         """
         if tokens_to_remove != 0:
             raise NotImplementedError(
@@ -275,17 +275,17 @@ class DecodingState:
 
     Args:
         initial_length: how many states of memory the cache started from. They are older than the text.
-        key_mask: which keys are real; None: all of them. On a growing cache (B, n) bool, of the n keys that end at
-            token `end` of the text, and later ones are real. On a static cache (B, m) bool, of the keys that it holds
-            now, and compiled graphs write into it.
+        key_mask: which keys are real; None: all of them. On a growing cache (B, n) bool, of the n keys up to token
+            `end` of the text; later keys are real. On a static cache (B, m) bool, of its present keys; compiled graphs
+            write into this tensor.
         end: see `key_mask`.
         padding: (B,) int, how many tokens in front of each row's text are padding that the cache holds as zero
             states, see `OpenPadding`; None: none.
         distances: for each layer the nearest `reach` distances, for calls with this `clamp_len`.
-        rel_keys: for each layer, by its number, W_R R of these, (H, n, Dh).
-        made_with: weak references to the weights W_R of the layers, from which `rel_keys` are.
-        versions: of these weights, and what else a projection depends on, see `has_distances`.
-        projected: how many distances a product had at most; of fewer, each could be rounded otherwise.
+        rel_keys: for each layer, by its number, W_R R of these distances, (H, n, Dh).
+        made_with: weak references to the layers' weights W_R that projected `rel_keys`.
+        versions: of these weights, and the other values that a projection depends on, see `has_distances`.
+        projected: the most distances of a product so far; kept, because products of fewer may round differently.
     """
 
     initial_length: int = 0
@@ -301,13 +301,13 @@ class DecodingState:
     versions: Any = None
 
     def has_distances(self, reach: int, clamp_len: int, weights: list[Tensor | None], others: Any) -> bool:
-        """Whether the distances are there, and were projected with these weights as they are; else they are dropped.
+        """Whether distances are stored that these weights projected with their present values; others are dropped.
 
         Args:
             weights: W_R of each layer; None where it has none, or none that is a tensor.
-            others: what else a projection depends on.
+            others: other values that a projection depends on.
         """
-        # A graph cannot look at weights. A tensor of inference mode counts no versions, so that it may have changed.
+        # A graph cannot compare weights. A tensor of inference mode has no version, so that it may have changed.
         graph = torch.compiler.is_compiling()
         tensors = [] if graph else [weight for weight in weights if isinstance(weight, Tensor)]
         versions = [None if weight.is_inference() else weight._version for weight in tensors]
@@ -320,7 +320,7 @@ class DecodingState:
         return False
 
     def crop_distances(self, reach: int):
-        """Keep the nearest `reach` distances of a static cache, as many as its compiled step has."""
+        """Keep the nearest `reach` distances of a static cache, as many as its compiled step reads."""
         if self.distances is None or self.reach <= reach:
             return
         # By identity, because layers may share a tensor, which is cropped once.
@@ -341,7 +341,7 @@ class DecodingState:
         self.rel_keys = {layer: cropped[id(rows)] for layer, rows in self.rel_keys.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodingState":
-        # Nothing writes into distances, so that the texts that go on from copies of a cache share them.
+        # Copies of a cache share the distances, because nothing writes into them.
         key_mask = None if self.key_mask is None else self.key_mask.clone()
         return replace(self, key_mask=key_mask, rel_keys=dict(self.rel_keys))
 
@@ -351,13 +351,13 @@ class DecodingState:
 
 
 def static_address(tensor: Tensor) -> Tensor:
-    """The tensor, which CUDA graphs are to read where it lies instead of copying it."""
+    """The tensor, marked so that CUDA graphs read it at its address instead of copying it."""
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
     return tensor
 
 
-# By the name of each method of a cache that picks rows: how to pick the same rows of a mask.
+# Methods of a cache that select rows, by name, each with a function that selects the same rows of a mask.
 _PICKS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "reorder_cache": lambda mask, rows: mask.index_select(0, rows.to(mask.device)),
     "batch_select_indices": lambda mask, rows: mask[rows],
@@ -366,7 +366,7 @@ _PICKS: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 
 def _pick_rows(method: str, layers: Sequence[Any], state: DecodingState, rows: Tensor | int) -> None:
-    """A method of `_PICKS` of a cache: of the keys and values of its layers, and of its mask."""
+    """Apply a method of `_PICKS` to a cache: to the keys and values of its layers, and to its masks."""
     for layer in layers:
         getattr(layer, method)(rows)
     for name in ("key_mask", "padding"):
@@ -377,7 +377,7 @@ def _pick_rows(method: str, layers: Sequence[Any], state: DecodingState, rows: T
 class _ProjectedMemory(Cache):
     """Base class of the caches of this package.
 
-    Its length is that of the text, without the memory from before the text, since `generate` skips so many tokens of
+    Its length is that of the text, without the memory from before the text, because `generate` skips as many tokens of
     its input.
     """
 
@@ -414,7 +414,7 @@ class MemoryCache(_ProjectedMemory, DynamicCache):
 class StaticMemoryCache(_ProjectedMemory, StaticCache):
     """A cache whose tensors never move nor change their shapes, so that one graph serves every token: see `Ring`.
 
-    It starts full, of masked states where there is no memory. `generate(cache_implementation="static")` takes it.
+    It starts full, with masked states where there is no memory. `generate(cache_implementation="static")` takes it.
     Masked keys stay masked, except those that an `attention_mask` of all keys hides in a compiled call: give that mask
     to each compiled call.
     """
@@ -429,7 +429,7 @@ class StaticMemoryCache(_ProjectedMemory, StaticCache):
 
     @property
     def is_filled(self) -> bool:
-        """Whether it has seen anything, which the host knows without asking the device."""
+        """Whether keys have been written, which the host knows without waiting for the device."""
         return self.layers[0].is_filled
 
     def order_of_keys(self, segment_length: int, key_length: int, can_turn: bool) -> Tensor | None:
@@ -446,17 +446,17 @@ class StaticMemoryCache(_ProjectedMemory, StaticCache):
 
 
 def attach_state(cache: Cache, state: DecodingState) -> None:
-    """Put the state on a cache, whose rows are picked with their masks from now on."""
+    """Attach the state to a cache, whose methods select rows of masks with rows of keys from now on."""
     cache.decoding_state = state
     if not isinstance(cache, _ProjectedMemory):
-        # A cache of another class picks rows of keys and values alone. The functions hold its layers and not the
-        # cache itself, which would then refer to itself and outlive its use.
+        # Methods are replaced, because other classes select rows of keys and values alone. The functions refer to the
+        # layers, not to the cache, because a cycle of references would keep the cache alive after its use.
         for method in _PICKS:
             setattr(cache, method, partial(_pick_rows, method, cache.layers, state))
 
 
 def decoding_state_of(cache: Cache) -> DecodingState:
-    """The state on any cache; one without anything where the cache has none."""
+    """The state of a cache of any class; a new one where the cache has none."""
     if not hasattr(cache, "decoding_state"):
         # Another process or program has filled the cache.
         attach_state(cache, DecodingState())
@@ -464,7 +464,7 @@ def decoding_state_of(cache: Cache) -> DecodingState:
 
 
 def is_filled(cache: Cache) -> bool:
-    """Whether a cache holds anything: a memory too, whose text was taken back."""
+    """Whether a cache has any keys, also those of a memory whose text was cropped."""
     if isinstance(cache, StaticMemoryCache):
         return cache.is_filled
     initial = cache.decoding_state.initial_length if isinstance(cache, _ProjectedMemory) else 0
@@ -478,13 +478,13 @@ def text_length(cache: Cache) -> int:
 
 
 def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Tensor) -> None:
-    """Check that a cache can hold the memory of a call, and that what it holds is of such a model.
+    """Check that a cache has room for the memory of a call, and that its contents fit the model.
 
     Args:
-        mem_len: M of the call. embeds: (B, L, D), what it reads.
+        mem_len: M of the call. embeds: (B, L, D), the call's input.
 
     Raises:
-        ValueError: it cannot; the message says why.
+        ValueError: they do not; the message says why.
     """
     # Layers that have not run hold no keys: a cache may have more layers than the model.
     held = [layer.keys for layer in cache.layers if layer.is_initialized and layer.keys.dim() == 4]
@@ -541,7 +541,7 @@ def remembered_mask(cache: Cache, memory_length: int) -> Tensor | None:
     later = 0 if cache.is_compileable or state.key_mask is None else text_length(cache) - state.end
     if state.key_mask is None or later >= memory_length:
         return None
-    # Negative padding cuts: in front keys older than the memory, behind tokens that a crop has taken back.
+    # Negative padding cuts: in front keys older than the memory, at the end tokens that a crop has removed.
     return F.pad(state.key_mask, (memory_length - state.key_mask.shape[1] - later, later), value=True)
 
 
@@ -557,7 +557,7 @@ def cached_key_mask(
     """m and which of the m + L keys are real, (B, m + L) bool or None, for a cache that holds a memory.
 
     Args:
-        memory_mask: what the cache says of its keys, (B, ≥ m) bool or None.
+        memory_mask: the cache's mask of its keys, (B, ≥ m) bool or None.
         is_grown: whether the mask is known to have a column for each token of the text, as it has within `generate`.
     """
     memory_length = min(held_keys(cache, segment_length), mem_len)
@@ -566,8 +566,8 @@ def cached_key_mask(
     columns: Collection[int] = (segment_length, memory_length + segment_length)
     more = 1 + memory_length + segment_length if memory_length == mem_len else None
     if is_grown or (torch.compiler.is_compiling() and isinstance(cache, StaticMemoryCache)):
-        # The count of a static cache lies on the device: a graph cannot read it, and within `generate` a GPU would be
-        # waited for at every token.
+        # The count of a static cache is on the device: a graph cannot read it, and within `generate` the host would
+        # wait for a GPU at every token.
         more = segment_length
     elif attention_mask is not None and attention_mask.shape[-1] not in columns:
         columns = (*columns, text_length(cache) + segment_length)
@@ -576,25 +576,25 @@ def cached_key_mask(
 
 
 def held_keys(cache: Cache, segment_length: int) -> int:
-    """How many keys a cache holds before it takes those of a segment."""
+    """How many keys a cache has before those of a segment are added."""
     return cache.get_mask_sizes(segment_length, 0)[0] - segment_length
 
 
 def clear_hidden(
     cache: Cache, key_mask: Tensor, attention_mask: Tensor | None, segment_length: int, config: TransfoXLConfig
 ) -> Tensor | None:
-    """Zero the keys and values that a call hides from now on: an overflow would spread from behind a mask (0 × NaN).
+    """Zero the keys and values that a call hides from now on, because an overflow passes through a mask (0 × NaN).
 
-    Keys that were hidden before are left alone, except in a row of which all are hidden now: it starts fresh.
+    Keys that were hidden before are not written to, except in a row whose keys are all hidden now: it starts fresh.
 
     Args:
         key_mask: (B, m + L) bool, which keys are real, by the cache and the `attention_mask` of a call.
 
     Returns:
-        `zeros_in_front` of the mask, with `initial_memory="zeros"`: these keys are seen, as zero states.
+        `zeros_in_front` of the mask, with `initial_memory="zeros"`: queries see these keys as zero states.
 
     Raises:
-        ValueError: with `pre_lnorm` a zero state has a key that is not zero, which this cache does not have.
+        ValueError: zero states are needed with `pre_lnorm`, where their keys are not zero and the cache lacks them.
     """
     m, seen, zeros = key_mask.shape[1] - segment_length, text_length(cache), config.initial_memory == "zeros"
     before, hidden, padding = remembered_mask(cache, m), ~key_mask[:, :m], decoding_state_of(cache).padding
@@ -603,7 +603,7 @@ def clear_hidden(
     if before is not None:
         hidden = hidden & (before | fresh)
     if padding is not None:
-        # They are zero states already, as is what precedes them.
+        # Padding, and the keys before it, are zero states already.
         places = torch.arange(seen - m, seen, device=padding.device)
         hidden = hidden & ~((places < padding[:, None]) & (padding[:, None] > 0))
     if hidden.any():
@@ -626,7 +626,7 @@ def clear_keys(cache: Cache, hidden: Tensor) -> None:
         if layer.is_initialized and layer.keys.numel():
             there = F.pad(hidden, (layer.keys.shape[2] - hidden.shape[1], 0))[:, None, :, None].to(layer.keys.device)
             if cache.is_compileable or _may_write(layer.keys):
-                # Graphs know a static cache's tensors by where they lie, and a buffer keeps its room if nothing moves.
+                # In place, because graphs read a static cache at fixed addresses, and a buffer keeps its room.
                 for states in (layer.keys, layer.values):
                     states.masked_fill_(there, 0)
             else:
@@ -638,18 +638,18 @@ def stop_gradients(cache: Cache) -> None:
     for layer in cache.layers:
         if layer.is_initialized and (layer.keys.requires_grad or layer.values.requires_grad):
             if not cache.is_compileable:
-                # Copies: a later call may write into them, and the backward pass of this one needs them as they are.
+                # Copies, because a later call may write into them, and this call's backward pass needs the old values.
                 layer.keys, layer.values = layer.keys.detach().clone(), layer.values.detach().clone()
             elif not torch.compiler.is_compiling():
-                # A static cache's tensors stay where they are; a graph cannot detach what it keeps for its gradients.
+                # In place, because graphs read fixed addresses; a graph cannot detach tensors of its gradients.
                 layer.keys.detach_()
                 layer.values.detach_()
 
 
 def _may_write(states: Tensor) -> bool:
-    """Whether no backward pass may need them as they are, and they were not made by an inference mode that is over.
+    """Whether states may be written to: no backward pass may need them, and no ended inference mode has made them.
 
-    Of inference mode a graph cannot ask.
+    A graph does not check inference mode, because it cannot.
     """
     if torch.is_grad_enabled() or states.requires_grad:
         return False

@@ -34,9 +34,9 @@ class TransfoXLConfig(PreTrainedConfig):
 
     Args:
         vocab_size (`int`, defaults to 267735):
-            V, the number of tokens. 0: there are none, and the model is fed with `inputs_embeds` alone, see
-            `input_size`. It then has no table, and what describes tables and tokens (`cutoffs`, `d_embed`, `div_val`,
-            the ties, the ids of special tokens) describes nothing.
+            V, the number of tokens. 0: no tokens and no tables; the model reads `inputs_embeds` alone, see
+            `input_size`, and fields of tables and tokens (`cutoffs`, `d_embed`, `div_val`, the ties, the ids of
+            special tokens) have no effect.
         cutoffs (`list[int]`, defaults to `[20000, 40000, 200000]`):
             Where the bins of the adaptive input and softmax end; the last bin ends at `vocab_size`. Empty: one bin.
         d_model (`int`, defaults to 1024): D, the width of the hidden states; even, for the sinusoids.
@@ -51,21 +51,20 @@ class TransfoXLConfig(PreTrainedConfig):
         mem_len (`int`, defaults to 1600): M, the number of hidden states in the memory of a layer.
         clamp_len (`int`, defaults to 1000): Distances beyond it share one position; not positive: no clamping.
         decay_len (`int`, defaults to -1):
-            The longest distance of training, `tgt_len + mem_len`, where the memory may be longer later: a key at a
-            distance d beyond it is weighed by (decay_len / d)² before the softmax normalises, so that all further keys
-            together weigh no more than `decay_len` more keys at that distance. Not positive: no decay. For
+            The longest distance of training, `tgt_len + mem_len`, for memories that are longer afterwards: the weight
+            of a key at a distance d beyond it is multiplied by (decay_len / d)² before the softmax normalises, so that
+            all further keys together weigh no more than `decay_len` keys at that distance. Not positive: no decay. For
             `attn_type=0`.
         same_length (`bool`, defaults to `True`):
             Every query sees the same number of keys, as many as the memory is long; otherwise it sees all of the
-            memory and of the segment up to itself. Without a memory that number would be 0 (legacy `transformers`
-            then hides every key and takes the mean of all, future ones too), so that with `mem_len=0` a segment is
-            read without this limit.
-        proj_share_all_but_first (`bool`, defaults to `True`): Sets `tie_projs` where that is not given.
+            memory and of the segment up to itself. `mem_len=0` sets no limit, because the number would be 0 (legacy
+            `transformers` then hides every key and takes the mean of all, future ones too).
+        proj_share_all_but_first (`bool`, defaults to `True`): Sets `tie_projs` where none is given.
         attn_type (`int`, defaults to 0):
-            0: relative sinusoidal (Transformer-XL), 1: relative learned (what the authors' code has for Shaw et al.: a
-            learned vector and score per distance, terms (a) to (d), where the paper gives it (a) and (b) alone),
-            2: absolute sinusoidal (Vaswani et al.), 3: absolute learned per layer (after Al-Rfou et al.). 2 and 3 are
-            the paper's baselines without recurrence: they need `mem_len=0`.
+            0: relative sinusoidal (Transformer-XL), 1: relative learned (the authors' code for Shaw et al.: a learned
+            vector and score per distance, terms (a) to (d); the paper has (a) and (b) alone for it), 2: absolute
+            sinusoidal (Vaswani et al.), 3: absolute learned per layer (after Al-Rfou et al.). 2 and 3 are the paper's
+            baselines without recurrence: they need `mem_len=0`.
         sample_softmax (`int`, defaults to -1): Must not be positive: sampled softmax is not offered.
         adaptive (`bool`, defaults to `True`): Kept from the legacy configuration; `cutoffs` decides.
         dropout (`float`, defaults to 0.1): Dropout of embeddings, positions, sub-layer outputs and final states.
@@ -80,8 +79,8 @@ class TransfoXLConfig(PreTrainedConfig):
         tie_word_embeddings (`bool`, defaults to `True`): The softmax uses the embeddings as its weights.
         tie_projs (`list[bool]`, *optional*):
             For each bin whether the softmax uses the projection of the embeddings; a single entry is that of bin 0,
-            and the others are `False`. None, the default: `[False] + [proj_share_all_but_first] * len(cutoffs)`, which
-            is made anew when these fields change.
+            and the others are `False`. None, the default: `[False] + [proj_share_all_but_first] * len(cutoffs)`,
+            updated when these fields change.
         proj_same_dim (`bool`, defaults to `True`):
             With `div_val > 1`, project also a bin whose width is `d_model` already.
         initial_memory (`str`, defaults to `"zeros"`):
@@ -89,7 +88,7 @@ class TransfoXLConfig(PreTrainedConfig):
         same_length_counts_self (`bool`, defaults to `True`):
             With `same_length`, a query sees M keys, its own among them, or (`False`) M keys besides its own.
         mlp_output_relu (`bool`, defaults to `False`):
-            A second ReLU, behind the feed-forward's output, as Pop Music Transformer has it.
+            A second ReLU, after the feed-forward's output, as in Pop Music Transformer.
         ext_len (`int`, defaults to 0):
             Extended context: the last `ext_len` positions of a segment stay out of the memory, because the next
             segment repeats them. It does not apply to the projected memory of `past_key_values`.
@@ -102,14 +101,14 @@ class TransfoXLConfig(PreTrainedConfig):
             With `vocab_size=0`, the width of `inputs_embeds`, which a linear layer projects to `d_model`. None: they
             are `d_model` wide and enter the first layer as they are.
         gating (`str`, *optional*):
-            `"gru"`: a gate like a GRU's joins what a sub-layer returns with what entered it, in place of their sum,
-            and what enters is normalised, whatever `pre_lnorm` says (GTrXL, Parisotto et al., 2020,
+            `"gru"`: a gate like a GRU's combines a sub-layer's output with its input, in place of their sum, and the
+            input is normalised, whatever `pre_lnorm` is (GTrXL, Parisotto et al., 2020,
             https://arxiv.org/abs/1910.06764; the equations are at `TransfoXLGate`). None: no gates.
         gate_bias (`float`, defaults to 2.0):
             b_g at the start: the larger it is, the nearer each gated layer is to the identity.
 
     Raises:
-        ValueError: a field, or the fields together, describe no model; the message names them.
+        ValueError: a field is invalid, or fields do not fit together; the message names them.
 
     Example:
 
@@ -180,7 +179,7 @@ class TransfoXLConfig(PreTrainedConfig):
         # Aliases first, because what follows reads the fields.
         for alias in self.attribute_map.keys() & kwargs:
             size = kwargs.pop(alias)
-            # The fields themselves were checked before.
+            # Checked here, because `@strict` checks fields, but no aliases.
             if not isinstance(size, int) or isinstance(size, bool):
                 raise ValueError(f"{alias}={size!r} must be an integer")
             setattr(self, alias, size)
@@ -192,7 +191,7 @@ class TransfoXLConfig(PreTrainedConfig):
             # The originals start from this list and leave the bins behind its end untied.
             self.tie_projs = self.tie_projs + [False] * len(self.cutoffs)
         elif self.div_val == 1 and self.d_embed == self.d_model:
-            # Nothing is projected: what is left of other cutoffs says nothing.
+            # Nothing is projected, so entries left over from other cutoffs are dropped.
             self.tie_projs = self.tie_projs[: len(self.cutoffs) + 1]
         if self.gating is not None:
             self.pre_lnorm = True
@@ -209,11 +208,11 @@ class TransfoXLConfig(PreTrainedConfig):
                     "ext_len + mem_len of them, which are all 0: give one of the four"
                 )
         super().__post_init__(**kwargs)
-        # Here too, because `@strict` wraps what its validators raise into an error that is no ValueError.
+        # Here too, because `@strict` wraps the errors of its validators into a type that is no ValueError.
         self.validate_architecture()
 
     def __setattr__(self, name, value):
-        """As in `transformers`; `tie_projs` follows the fields that it was made from."""
+        """As in `transformers`; a default `tie_projs` is updated when the fields that it depends on change."""
         follows = name in ("vocab_size", "n_token", "cutoffs", "proj_share_all_but_first")
         follows = follows and self.__dict__.get("tie_projs") == self._default_tie_projs()
         super().__setattr__(name, value)
@@ -224,7 +223,7 @@ class TransfoXLConfig(PreTrainedConfig):
         return [False] + [self.proj_share_all_but_first] * len(self.cutoffs) if self.vocab_size else []
 
     def _warn_of_misspelt_fields(self, names):
-        """transformers keeps other names as attributes, which nothing reads; older files have those of generation."""
+        """Warn of names near ours, because transformers keeps them unread; older files have names of generation."""
         own = [field.name for field in fields(type(self))]
         for name in names - GenerationConfig().to_dict().keys():
             near = [field for field in own if len(field) > 4 and name.startswith(field)]
@@ -242,7 +241,7 @@ class TransfoXLConfig(PreTrainedConfig):
 
     @property
     def output_attentions(self) -> bool | None:
-        """Whether to return attentions; under any backend, since such a call is computed by eager."""
+        """Whether to return attentions, under any backend, because eager computes such a call."""
         return self._output_attentions
 
     @output_attentions.setter
@@ -250,7 +249,7 @@ class TransfoXLConfig(PreTrainedConfig):
         self._output_attentions = value
 
     def validate_output_attentions(self):
-        """`transformers` refuses any backend but eager here."""
+        """Replaces the check of `transformers`, which refuses any backend except eager."""
 
     def validate_architecture(self):
         """Part of the `@strict` validation: fields that fit together."""
@@ -315,10 +314,10 @@ class TransfoXLConfig(PreTrainedConfig):
             )
 
     def check_documents(self, told_by: str, mem_len: int | None = None):
-        """Raise a ValueError unless documents can begin inside a segment, as `told_by` says that they do.
+        """Raise a ValueError unless documents can begin inside a segment. `told_by`: the arguments that set where.
 
         Args:
-            mem_len: that of one call. None: the configuration's.
+            mem_len: the length of one call. None: the configuration's.
         """
         if not self.positions.recurrent:
             raise ValueError(

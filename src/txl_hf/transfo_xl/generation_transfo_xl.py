@@ -35,10 +35,10 @@ from .memory_transfo_xl import MemoryLengths, check_one_memory, fill_lengths, sp
 
 
 class TransfoXLGenerationMixin(GenerationMixin):
-    """`generate` with the memory as its cache, starting from `mems` if they are given; without one where `mem_len=0`
-    and where gradient checkpointing is on in training mode.
+    """`generate` with the memory as its cache, starting from `mems` if they are given; without a cache where
+    `mem_len=0` or gradient checkpointing is on in training mode.
 
-    Its loops tell the softmax how many of the best tokens can matter, so that a CPU need not compute the others.
+    Its loops pass the number of best tokens that can matter to the softmax, so that a CPU need not compute the others.
     """
 
     config: TransfoXLConfig
@@ -48,7 +48,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         self._drop_output_logits()
 
     def _drop_output_logits(self):
-        """`generate` has an option of the name of our field, and would take its value from there."""
+        """Unset `generate`'s option `output_logits`, because it would take its value from our field of that name."""
         if self.generation_config._from_model_config and self.config.output_logits:
             self.generation_config.output_logits = None
             self.generation_config.return_dict_in_generate = False
@@ -57,13 +57,13 @@ class TransfoXLGenerationMixin(GenerationMixin):
         mem_len = self._mem_len(model_kwargs.get("lengths"))
         checkpointing = self.transformer.gradient_checkpointing and self.training
         if mem_len == 0 or checkpointing:
-            # Nothing is remembered between steps, so that every step reads the whole text.
+            # No cache: every step reads the whole text, because nothing is remembered between steps.
             if model_kwargs.get("inputs_embeds") is not None:
                 reason = "gradient checkpointing in training mode" if checkpointing else "mem_len=0"
                 raise ValueError(f"{reason} remembers no inputs_embeds from step to step: give generate input_ids")
             generation_config.use_cache = model_kwargs["use_cache"] = False
         if generation_config.is_assistant:
-            # The mems are of the main model's layers, not of the assistant's.
+            # Dropped, because mems are states of the main model's layers, not of the assistant's.
             model_kwargs.pop("mems", None)
             model_kwargs.pop("mems_mask", None)
         cache = model_kwargs.get(CACHE_NAME)
@@ -75,7 +75,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
             if model_kwargs.get("inputs_embeds") is not None:
                 raise ValueError("prefill_chunk_size cuts input_ids, but no inputs_embeds: leave it out")
             if cache is not None and cache.get_seq_length() != text_length(cache):
-                # The loop that reads the chunks skips as many tokens as the cache has keys, and some are no text's.
+                # The loop over chunks skips as many tokens as the cache has keys, keys of no text included.
                 raise ValueError(
                     f"past_key_values, a {type(cache).__name__}, began from a memory, which prefill_chunk_size would "
                     "take for text that was read: give a MemoryCache, or leave prefill_chunk_size out"
@@ -86,7 +86,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 "assisted decoding and prompt lookup read the whole text, and take tokens back, which a "
                 "StaticMemoryCache cannot: leave past_key_values out, or give a MemoryCache that has seen nothing"
             )
-        # A static cache holds all of the memory from the first step on: its shapes never change.
+        # M + 1 at least, because a static cache has all slots of the memory from the first step on.
         max_length = max(max_length, mem_len + 1)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, batch_size, max_length)
         cache = model_kwargs.get(CACHE_NAME)
@@ -98,8 +98,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
             cache = model_kwargs[CACHE_NAME] = MemoryCache(self.config, mem_len)
             mask = model_kwargs.get("attention_mask")
             if mask is not None and not generation_config.is_assistant and bool(mask.all()):
-                # A GPU is asked once, here. If the mask stayed, each layer would apply it at every token, since nobody
-                # asks again whether it hides anything. Newer transformers drop it too.
+                # The host waits for a GPU once, here. Each layer would apply the mask at every token, because later
+                # steps do not check whether it hides anything. Newer transformers drop it too.
                 del model_kwargs["attention_mask"]
             if generation_config.is_assistant:
                 cache.activate_past_recording()
@@ -120,7 +120,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
     ):
         past_key_values = chosen_cache(past_key_values, cache)
         for name in ("tokenizer", "assistant_tokenizer"):
-            # `generate` takes them for stop strings and assistants, and hands them on to every call of the model.
+            # Dropped, because `generate`, which needs them itself, passes them to every call of the model too.
             kwargs.pop(name, None)
         text = input_ids if inputs_embeds is None or not is_first_iteration else inputs_embeds
         filled = past_key_values is not None and is_filled(past_key_values)
@@ -128,7 +128,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
             kwargs.pop("mems", None)
             kwargs.pop("mems_mask", None)
             if is_first_iteration and next_sequence_length is not None:
-                # `generate` takes all that the cache holds for text, but part may be memory from before the text.
+                # `generate` counts all keys of the cache as text, but some may be memory from before the text.
                 seen = text_length(past_key_values)
                 next_sequence_length += past_key_values.get_seq_length() - seen
                 if next_sequence_length <= 0:
@@ -145,11 +145,11 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 )
         if (resets := kwargs.pop("resets", None)) is not None:
             if filled and is_first_iteration:
-                # Like input_ids, they cover the whole text or what the cache has not seen.
+                # `resets`, like input_ids, cover the whole text or the tokens that the cache has not seen.
                 kwargs["resets"] = resets[:, -(next_sequence_length or text.shape[1]) :]
             elif not filled:
-                # Without a cache every step reads the whole text again, and candidates make the first step longer than
-                # the prompt. Tokens behind the prompt continue its last document.
+                # Padded with False, because tokens after the prompt continue its last document: without a cache every
+                # step reads the whole text, and candidates make the first step longer than the prompt.
                 kwargs["resets"] = F.pad(resets, (0, text.shape[1] - resets.shape[1]))
         return super().prepare_inputs_for_generation(
             input_ids,
@@ -195,8 +195,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
         return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        # transformers keeps max(2, 1 + number of end tokens) · num_beams candidates a step, so that enough go on if
-        # every end token is among the best.
+        # transformers keeps max(2, 1 + number of end tokens) · num_beams candidates a step, so that enough beams
+        # continue if every end token is among the best.
         ends = generation_config._eos_token_tensor
         candidates = max(2, 1 + (0 if ends is None else len(ends))) * generation_config.num_beams
         chosen = None if generation_config.do_sample else candidates
@@ -205,11 +205,11 @@ class TransfoXLGenerationMixin(GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(attention_mask=None, **kwargs) -> Tensor | None:
-        """Masks stay (B, n): what a query may see beside padding, the attention knows."""
+        """The mask unchanged, (B, n), because the attention itself computes which keys a query sees."""
         return attention_mask
 
     def _prepare_position_ids_for_generation(self, *args, **kwargs) -> None:
-        """None: where a step stands in the text, the memory says."""
+        """None, because the memory determines a step's position in the text."""
 
     def _prepare_model_inputs(self, *args, **kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
@@ -224,7 +224,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
             raise ValueError(f"{name} are {tuple(inputs.shape)}, but generate needs a batch of texts, {letters}")
         mask, mems = model_kwargs.get("attention_mask"), model_kwargs.get("mems")
         if mask is not None and mems is not None and mask.dim() == 2 and mask.shape[1] > inputs.shape[1]:
-            # The loops of `generate` cut a mask where they cut the text.
+            # Split before, because the loops of `generate` cut a mask as they cut the text.
             mem_len = self._mem_len(model_kwargs.get("lengths"))
             split = split_mask(mask, model_kwargs.get("mems_mask"), mems, self.config, mem_len, inputs.shape[1])
             model_kwargs |= zip(("mems", "mems_mask", "attention_mask"), split, strict=True)
@@ -234,8 +234,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
         shape, device = inputs.shape[:2], inputs.device
         documents = {name: model_kwargs.pop(name) for name in PACKED_KEYWORDS if model_kwargs.get(name) is not None}
         if positions is not None and is_new and bool(packed_starts(shape, device, mask, positions).any()):
-            # A step that reads part of the text could not tell from positions that restart where it begins. `generate`
-            # counts on by itself.
+            # As `resets`, because a step cannot find its part of the text by positions that restart. `generate` counts
+            # positions itself.
             documents["position_ids"] = model_kwargs.pop("position_ids")
         if documents:
             starts, resets = packed_starts(shape, device, mask, **documents), model_kwargs.get("resets")
@@ -246,13 +246,13 @@ class TransfoXLGenerationMixin(GenerationMixin):
         return inputs, name, model_kwargs
 
     def _prefill(self, *args, **kwargs):
-        """Without mems, which nothing goes on from: on Apple's GPUs `generate` takes them for a cache."""
+        """The outputs without mems, which no step reads, because on Apple's GPUs `generate` takes them for a cache."""
         outputs = super()._prefill(*args, **kwargs)
         return type(outputs)(**{name: value for name, value in outputs.items() if name != "mems"})
 
     @staticmethod
     def _reorder_cache(past_key_values, beam_idx: Tensor):
-        """The cache in the order of the chosen beams. `mems` are those of the prompt and stay as they are."""
+        """The cache in the order of the chosen beams. `mems` are those of the prompt and stay unchanged."""
         if isinstance(past_key_values, Cache):
             past_key_values.reorder_cache(beam_idx)
         return past_key_values
@@ -304,7 +304,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **kwargs):
         model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
-        # `generate` would take the mems for a cache. Without a cache every step reads the whole text again.
+        # No mems, because `generate` would take them for a cache; without one each step reads the whole text.
         if not isinstance(model_kwargs.get(CACHE_NAME), Cache):
             model_kwargs.pop(CACHE_NAME, None)
         return model_kwargs
@@ -313,13 +313,13 @@ class TransfoXLGenerationMixin(GenerationMixin):
 class _StopStrings(StopStringCriteria):
     """Stop strings of a `TransfoXLTokenizer`.
 
-    transformers decodes each token behind the prefix "abcdef", which a vocabulary of words reads as `<unk>`. Here the
-    prefix is a token of the vocabulary that is decoded as it is.
+    transformers decodes each token after the prefix "abcdef", which a vocabulary of words encodes as `<unk>`. Here the
+    prefix is a token of the vocabulary that is decoded unchanged.
     """
 
     @staticmethod
     def clean_tokenizer_vocab(tokenizer, *args, **kwargs):
-        # Try words, letters and digits first: a mark may change with what stands around it.
+        # Tokens of letters and digits first, because decoding may change a punctuation mark beside other tokens.
         for will_do in (str.isalnum, str.strip):
             for token, index in tokenizer.get_vocab().items():
                 text = tokenizer.convert_tokens_to_string([token])
@@ -336,11 +336,11 @@ def _logits_top_k(
     """The argument `logits_top_k` for a loop of `generate`, or none where any token may matter.
 
     A temperature and a normalisation keep the order of the tokens. A minimum length removes the end tokens, so that as
-    many more are needed. Behind a top-k no other token matters. All tokens are needed with any other processor, where
+    many more are needed. After a top-k no other token matters. All tokens are needed with any other processor, where
     scores are returned, and with `synced_gpus`, whose processes gather the same sharded parameters.
 
     Args:
-        chosen: how many of the best tokens the loop chooses from; None: from all of them, unless there is a top-k.
+        chosen: the number of best tokens that the loop chooses from; None: all of them, unless there is a top-k.
     """
     if config.output_scores or config.output_logits or synced_gpus:
         return {}

@@ -1,7 +1,7 @@
-"""How a model lies on disk: tensors in the legacy layout, its code beside them; and how it is read back.
+"""The format of saved models: tensors in the legacy layout, the code beside them; and how they are loaded.
 
-Tensors have the names and shapes of the legacy `transformers` model, so that its checkpoints load as they are, and
-what is saved loads there.
+Tensors have the names and shapes of the legacy `transformers` model, so that its checkpoints load unchanged, and saved
+models load there.
 """
 
 import os
@@ -27,13 +27,13 @@ from .configuration_transfo_xl import TransfoXLConfig
 
 
 class _Split(WeightConverter):
-    """One tensor on disk, several in memory, each with a storage of its own: safetensors does not load into a model
-    whose weights are parts of a larger storage, as accelerate does to resume. Quantizers get them one by one, each in
-    a list as from a file: most would keep the first alone.
+    """One tensor on disk, several in memory, each with a storage of its own, because safetensors, by which accelerate
+    resumes, does not load into weights that are parts of a larger storage. Quantizers get the tensors one by one, each
+    in a list as from a file, because most would keep the first alone.
     """
 
     def convert(self, layer_name: str, model=None, config=None, hf_quantizer=None, loading_info=None):
-        # Joined on the way back, where transformers has an offloaded model's tensors one shard at a time.
+        # A part may be absent when saving joins them, because an offloaded model's tensors come one shard at a time.
         if absent := [name for name in self.source_patterns if name not in self.collected_tensors]:
             raise ValueError(f"{layer_name} cannot be joined without {', '.join(absent)}")
         tensors = super().convert(layer_name, model, config, None, loading_info)
@@ -50,7 +50,7 @@ class _Split(WeightConverter):
         return quantized
 
 
-# Each entry is (on disk, in memory), where modules have the field's names.
+# Each entry is (name on disk, name in memory); names in memory are those usual for modules.
 register_checkpoint_conversion_mapping(
     TransfoXLConfig.model_type,
     [
@@ -65,17 +65,17 @@ register_checkpoint_conversion_mapping(
         WeightRenaming("dec_attn.o_net", "self_attn.o_proj"),
         WeightRenaming("dec_attn.r_w_bias", "self_attn.content_bias"),
         WeightRenaming("dec_attn.r_r_bias", "self_attn.position_bias"),
-        # All layers share these. In the checkpoint of a TransfoXLModel their names have no prefix.
+        # Biases that all layers share. In the checkpoint of a TransfoXLModel their names have no prefix.
         WeightRenaming("(?<!dec_attn.)r_w_bias", "(?<!self_attn.)content_bias"),
         WeightRenaming("(?<!dec_attn.)r_r_bias", "(?<!self_attn.)position_bias"),
         WeightRenaming("pos_ff.CoreNet.0", "mlp.up_proj"),
         WeightRenaming("pos_ff.CoreNet.3", "mlp.down_proj"),
         WeightRenaming("pos_ff.layer_norm", "mlp_layer_norm"),
-        # The legacy model has no gates: it would leave them out, with a warning.
+        # Gates, which the legacy model lacks, and ignores with a warning.
         WeightRenaming("dec_attn.gate", "self_attn_gate"),
         WeightRenaming("pos_ff.gate", "mlp_gate"),
-        # The PyTorch original has q_net and kv_net where positions are absolute. These are read but never written: on
-        # the way back the pattern (?!) matches nothing.
+        # The PyTorch original has q_net and kv_net where positions are absolute. These names are read but never
+        # written, because the pattern (?!) matches nothing when saving.
         WeightRenaming("dec_attn.q_net", "self_attn.q_proj(?!)"),
         _Split(
             "dec_attn.kv_net.weight",
@@ -101,7 +101,7 @@ AUTO_MAP = {
 # Tensors in checkpoints that are no weights here: the frequencies of the sinusoids (the original's, too) and, in those
 # of legacy transformers, a copy of shared biases in each layer.
 NOT_WEIGHTS = [r"pos_emb\.inv_freq", r"self_attn\.(content|position)_bias"]
-# Tensors that a checkpoint has to have: those of our own modules, in a model without a head and in one with it.
+# Tensors that a checkpoint has to have: those of the package's modules, in a model without a head and in one with it.
 _OF_LAYER = r"(self_attn\.([qkvor]_proj|\w+_bias)|mlp\.(up|down)_proj|(self_attn|mlp)_(layer_norm|gate))"
 _OWN = rf"(embed_tokens|embed_vectors|layers\.\d+\.{_OF_LAYER}|content_bias|position_bias|r_emb|r_bias)\b"
 NEEDED_WITHOUT_HEAD = re.compile(_OWN)
@@ -120,7 +120,8 @@ class TransfoXLLayoutModel(PreTrainedModel):
     _keys_to_ignore_on_load_unexpected = NOT_WEIGHTS
 
     def __init__(self, config: TransfoXLConfig, *args, **kwargs):
-        # transformers finds the layout by `model_type`, which a file may have otherwise, and a derived class too.
+        # transformers finds the layout by `model_type`: a file's may differ from the class's, a derived class's has
+        # none.
         config.model_type = own = type(config).model_type
         if get_checkpoint_conversion_mapping(own) is None:
             layout = get_checkpoint_conversion_mapping(TransfoXLConfig.model_type)
@@ -136,15 +137,15 @@ class TransfoXLLayoutModel(PreTrainedModel):
         ignore_mismatched_sizes=False,
         **kwargs,
     ):
-        """As in `transformers`, but a checkpoint that lacks a tensor of the model is an error.
+        """As in `transformers`, except that a checkpoint that lacks a tensor of the model is an error.
 
-        New, and reported by `transformers`, are a classifier's matrix, modules that a derived class adds, and the
-        softmax where the checkpoint has no part of it and was not saved with one. `ignore_mismatched_sizes=True` makes
-        whatever is missing or has another shape anew; with `output_loading_info=True` what is missing is listed there.
+        Initialised, and reported by `transformers`, are a classifier's matrix, modules that a derived class adds, and
+        the softmax where the checkpoint has no part of it and was not saved with one. `ignore_mismatched_sizes=True`
+        initialises all tensors that are missing or have another shape; `output_loading_info=True` lists missing ones.
 
         Raises:
             CheckpointError: tensors are missing or have another shape, and the message names them; or a file is
-                damaged or holds more than tensors, of which nothing is ever run.
+                damaged or holds more than tensors, none of which is ever run.
         """
         name = pretrained_model_name_or_path
         try:
@@ -152,7 +153,7 @@ class TransfoXLLayoutModel(PreTrainedModel):
                 name, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
         except (SafetensorError, UnpicklingError, EOFError):
-            # torch's own message goes on to advise loading the file unsafely.
+            # Not torch's message, because that advises to load the file unsafely.
             raise CheckpointError(f"{name}: its weights are damaged or no tensors: download them again") from None
         if info["mismatched_keys"] and not ignore_mismatched_sizes:
             shapes = [f"{key} is {tuple(found)}, not {tuple(right)}" for key, found, right in info["mismatched_keys"]]
@@ -177,16 +178,16 @@ class TransfoXLLayoutModel(PreTrainedModel):
         super().tie_weights(missing_keys, recompute_mapping)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs):
-        """As in torch; the names and joined tensors of a file that `save_pretrained` wrote are understood too.
+        """As in torch; the names and joined tensors of a file that `save_pretrained` wrote are accepted too.
 
-        `Trainer` passes such files on as they are when it resumes or loads its best model.
+        `Trainer` passes such files unchanged when it resumes or loads its best model.
         """
         return super().load_state_dict(_from_disk_layout(state_dict, self.state_dict().keys()), *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs):
-        """As in `transformers`: weights, configuration, and what loads them where this package is not installed: the
-        code, and an `auto_map` for all heads. Tensors have their legacy names, or those in memory where
-        `quantization_config` has quantised them.
+        """As in `transformers`: weights, configuration, and, for loading without this package, the code and an
+        `auto_map` for all heads. Tensors have their legacy names, or those in memory where `quantization_config` has
+        quantised them.
 
         Raises:
             NotADirectoryError: `save_directory` is a file.
@@ -194,12 +195,12 @@ class TransfoXLLayoutModel(PreTrainedModel):
         if os.path.isfile(save_directory):
             raise NotADirectoryError(f"save_directory={os.fspath(save_directory)!r} is a file: name a folder")
         self.config.auto_map = dict(AUTO_MAP)
-        # The configuration says what loading ties, and may have changed since the model was made, as PEFT does: a
+        # Ties by the configuration, as loading reads it, because PEFT may have changed it since the model was made: a
         # tensor that shares memory with another, but is no longer tied to it, would be left out.
         tied = self.get_expanded_tied_weights_keys()
         if (state := kwargs.get("state_dict")) is not None:
-            # Tied tensors that were gathered from shards share no memory, by which transformers knows copies. A tensor
-            # that was trained under a tied name, as by PEFT, differs. One that is offloaded has no values to compare.
+            # Copies are found by value, because tied tensors gathered from shards share no memory. A tensor trained
+            # under a tied name (PEFT) differs; an offloaded one has no values to compare.
             kwargs["state_dict"] = {
                 name: tensor
                 for name, tensor in state.items()
@@ -209,7 +210,7 @@ class TransfoXLLayoutModel(PreTrainedModel):
             state = dict(kwargs.get("state_dict") or self.state_dict())
             kwargs["state_dict"] = state | {name: state[name].clone() for name in untied & state.keys()}
         if getattr(self, "hf_quantizer", None) is not None:
-            # Quantised matrices have scales and more beside them, which joining q, k and v would leave behind.
+            # q, k and v are not joined, because that would drop the scales and other tensors of quantised matrices.
             kwargs["save_original_format"] = False
         with self._without_class_of_shards():
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
@@ -219,7 +220,7 @@ class TransfoXLLayoutModel(PreTrainedModel):
 
     @contextmanager
     def _without_class_of_shards(self) -> Iterator[None]:
-        """torch gives a sharded model a class of its own, whose code would be saved in place of ours."""
+        """Restore the class, because torch gives sharded models another one, whose code would be saved."""
         present_class = type(self)
         self.__class__ = next(cls for cls in present_class.__mro__ if not cls.__module__.startswith("torch."))
         try:
@@ -229,8 +230,8 @@ class TransfoXLLayoutModel(PreTrainedModel):
 
 
 def _remove_replaced_weights(folder: Path, variant: str | None):
-    """Remove the single file beside new shards, which would be loaded instead of them, or their list beside a new
-    single file: transformers removes earlier shards alone.
+    """Remove an old single file beside new shards, which would be loaded instead, or an old index of shards beside a
+    new single file, because transformers removes old shards alone.
     """
     suffix = f".{variant}" if variant else ""
     in_shards = any(folder.glob(f"model{suffix}-?????-of-?????.safetensors"))
@@ -239,27 +240,27 @@ def _remove_replaced_weights(folder: Path, variant: str | None):
 
 
 def _write_code(folder: str | os.PathLike):
-    """Copy what `AUTO_MAP` names. Of a class that is derived from ours, transformers copies the derived one's file."""
+    """Copy the files of `AUTO_MAP`, because for a derived class transformers copies the derived one's file alone."""
     modeling = Path(__file__).with_name("modeling_transfo_xl.py")
     for file in (modeling, *map(Path, get_relative_import_files(modeling))):
         shutil.copyfile(file, Path(folder, file.name))
 
 
 def _listed(names: Iterable[str], separator: str = ", ") -> str:
-    """The first 16 names in order, and how many there are besides."""
+    """The first 16 names in order, and the number of the others."""
     names = sorted(names)
     return separator.join(names[:16]) + (f" and {len(names) - 16} more" if len(names) > 16 else "")
 
 
 def _from_disk_layout(state_dict: Mapping[str, Tensor], own: Container[str]) -> dict[str, Tensor]:
-    """Names in memory for names on disk, without what is `NOT_WEIGHTS`; what has its name in memory already, one of
-    `own`, stays."""
+    """`state_dict` with names in memory for names on disk, without `NOT_WEIGHTS`; names in `own`, which are names in
+    memory already, stay."""
     mapping = get_checkpoint_conversion_mapping(TransfoXLConfig.model_type)
     renamings = [transform for transform in mapping if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in mapping if isinstance(transform, WeightConverter)]
     converted: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
-        # A subclass may have names in memory of which a part reads like a name on disk.
+        # Own names stay, because a name in memory of a subclass may contain a name on disk.
         for renaming in () if name in own else renamings:
             name, _ = renaming.rename_source_key(name)
         joined = next((c for c in converters if name not in own and c.source_patterns[0] in name), None)

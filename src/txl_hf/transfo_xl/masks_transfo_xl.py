@@ -1,6 +1,6 @@
-"""The conventions of masks: the keywords of a call, where documents begin in a row, and what `attention_mask` says.
+"""The conventions of masks: a call's keywords, where documents begin in a row, and the meaning of `attention_mask`.
 
-A call applies them once, at its beginning: `Segment.open` (memory) makes of them the record that the layers read.
+A call applies the masks once, at its beginning: `Segment.open` (memory) makes the record that the layers read.
 
 Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys.
 """
@@ -13,27 +13,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# These say where documents begin, see `packed_starts`; `generate` writes position_ids itself, never the others.
+# Where documents begin, see `packed_starts`; `generate` writes position_ids itself, never the others.
 PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 DOCUMENT_KEYWORDS = ("position_ids", *PACKED_KEYWORDS)
-# `capture_outputs` reads these, around the forward of the model.
+# Keywords that `capture_outputs` reads, around the forward of the model.
 CAPTURED = {"output_hidden_states", "output_attentions"}
-# `transformers` hands these to every model, and they say nothing that this one could lose: where the segment stands in
-# the text is in the memory, how long documents are follows from where they begin, a single sort of token needs no
-# types, and attention is causal.
+# Keywords that `transformers` passes to every model and this one ignores, because the memory has the segment's
+# position, the lengths of documents follow from their beginnings, one type of token needs no ids, and attention is
+# causal.
 IDLE = {"cache_position", "max_length_q", "max_length_k", "token_type_ids", "is_causal", "return_dict"}
 KNOWN = CAPTURED.union(IDLE, DOCUMENT_KEYWORDS)
 
 
 def check_inputs(keywords: dict[str, Any], **tensors: Any) -> None:
-    """Check the types of what a call is given, and that something reads each keyword.
+    """Check the types of a call's arguments, and that each keyword is read.
 
     Args:
-        keywords: those that the call does not name. tensors: the others, by name; None is none.
+        keywords: arguments that the call does not name. tensors: the others, by name, or None.
 
     Raises:
         TypeError: a keyword is not known; the message names it.
-        ValueError: one of the tensors is none (lists and NumPy's arrays are not tensors), or `is_causal=False`.
+        ValueError: one of `tensors` is no torch.Tensor (lists and NumPy's arrays are not), or `is_causal=False`.
     """
     unread = sorted(name for name, value in keywords.items() if value is not None and name not in KNOWN)
     if unread:
@@ -74,7 +74,7 @@ def find_resets(
     if documents:
         found.append(packed_starts(shape, device, attention_mask, **documents))
     starts = functools.reduce(torch.logical_or, found)
-    # A graph cannot look at numbers, nor can a call under `torch.func.vmap`.
+    # Not checked in a graph or under `torch.func.vmap`, where the host cannot read numbers.
     if can_look(starts, gpu=True) and not bool(starts.any()):
         return None
     config.check_documents(" and ".join([*([] if resets is None else ["resets"]), *documents]), mem_len)
@@ -82,8 +82,8 @@ def find_resets(
 
 
 def can_look(tensor: Tensor, gpu: bool = False) -> bool:
-    """Whether the host may read numbers of a tensor: outside graphs and `torch.func.vmap`, and on a CPU, so that no
-    GPU is waited for; with `gpu` on any device."""
+    """Whether the host may read numbers of a tensor: outside graphs and `torch.func.vmap`, and on a CPU, because it
+    would wait for a GPU; with `gpu` on any device."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.is_meta:
         return False
     on_host = gpu or tensor.device.type == "cpu"
@@ -91,7 +91,7 @@ def can_look(tensor: Tensor, gpu: bool = False) -> bool:
 
 
 def drop_idle_mask(mask: Tensor | None) -> Tensor | None:
-    """None for a mask that hides nothing, where the host may look."""
+    """The mask, or None where the host can read that it hides nothing."""
     return None if mask is not None and can_look(mask) and bool(mask.all()) else mask
 
 
@@ -106,33 +106,33 @@ def packed_starts(
 ) -> Tensor | None:
     """Where documents begin inside the rows of a segment, as `transformers` and TRL write it into packed batches.
 
-    What begins with a row is not among them: whether it continues a text, its memory says.
+    A row's first token is never marked, because the memory decides whether it continues a text.
 
     Args:
         shape: (B, L). device: the segment's.
-        attention_mask: (B, ≥ L), 1 = real. Positions of padding say nothing.
+        attention_mask: (B, ≥ L), 1 = real. Positions of padding are ignored.
         position_ids: (L,), (1, L) or (B, L) integers, which count on by one, from any number, and restart at each
-            document, also behind padding: at no more than the last real token's.
+            document, also after padding: at no more than the last real token's.
         cu_seq_lens_q, cu_seq_lens_k: (n + 1,), where documents begin and end in the only row of the batch: from 0 on,
             to its end or to the padding there.
         seq_idx: (1, L) or (B, L), the number of the document that a token is of.
 
     Returns:
-        (B, L) bool, or None where nothing of this is given.
+        (B, L) bool, or None if none of these is given.
 
     Raises:
-        ValueError: one of them has another shape or type, or positions leave out some, or ends are out of order.
+        ValueError: an argument has another shape or type, positions leave out numbers, or ends are out of order.
     """
     real = last = None
-    # A mask of another shape is refused where the memory is opened.
+    # A mask of another shape is ignored, because `Segment.open` refuses it.
     if attention_mask is not None and attention_mask[..., -shape[1] :].shape == shape:
         real = attention_mask[:, -shape[1] :].to(device) != 0
         places = torch.arange(shape[1], device=device)
-        # For each token but the first: the place of the last real token before it, or -1 where there is none.
+        # For each token except the first: the place of the last real token before it, or -1 where there is none.
         last = torch.where(real, places, -1).cummax(dim=1).values[:, :-1]
 
     def where(begins: Callable[[Tensor, Tensor], Tensor], numbers: Tensor) -> Tensor:
-        """(B, L) of what `begins` says of a token's number and of that before it, padding left out."""
+        """(B, L) bool: `begins` of each token's number and that of the last real token before it."""
         if real is None or last is None:
             return F.pad(begins(numbers[:, 1:], numbers[:, :-1]), (1, 0))
         before = numbers.gather(1, last.clamp(min=0))
@@ -143,7 +143,7 @@ def packed_starts(
         positions = _per_token("position_ids", position_ids, shape, device)
         steps = positions[:, 1:] - positions[:, :-1]
         if real is not None:
-            # Programs differ in how far they count positions on over padding.
+            # Steps at padding are not checked, because programs count positions of padding differently.
             steps = torch.where(real[:, 1:] & real[:, :-1], steps, 1)
         if not torch.compiler.is_compiling() and bool((steps > 1).any()):
             raise ValueError("position_ids leave out positions: they must count on by one, and may restart")
@@ -175,7 +175,7 @@ def _check_ends(name: str, ends: Tensor, length: int) -> None:
 
 
 def _per_token(name: str, given: Tensor, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """(B, L) of what is given for each token, for all rows alike or for each."""
+    """(B, L) of numbers per token that are given for all rows alike or for each row."""
     rows = given[None] if given.dim() == 1 else given
     if rows.shape not in (shape, (1, shape[1])) or given.is_floating_point():
         wanted = " or ".join(dict.fromkeys(map(str, (tuple(shape), (1, shape[1])))))
@@ -194,9 +194,9 @@ def make_key_mask(
 ) -> Tensor | None:
     """Which of the m + L keys are real: (B, m + L) bool, or None for all of them.
 
-    The last column is for the last key, the one before for the key before it. Columns further back than the first key
-    are left out, and keys without a column are as the memory has them. With `initial_memory="zeros"`, zeros in front
-    are zero states before the text (`zeros_in_front`). What precedes the segment says how many columns are right:
+    The last column is for the last key, the one before for the key before it. Columns before the first key are
+    ignored, and keys without a column are masked as in the memory. With `initial_memory="zeros"`, zeros in front are
+    zero states before the text (`zeros_in_front`). The right number of columns depends on what precedes the segment:
 
     | what precedes the segment | m | n: what the mask is for |
     |---|---|---|
@@ -211,8 +211,8 @@ def make_key_mask(
 
     Args:
         attention_mask: (B, n), 1 = real. None: all real.
-        memory_mask: (B, m) bool, what the memory itself says, also of keys without a column. None: all real.
-        columns: the n that are right here. more: from which number on any n is. None: from none.
+        memory_mask: (B, m) bool, the mask of the memory itself, also for keys without a column. None: all real.
+        columns: the valid n. more: the number from which any n is valid; None: no such number.
 
     Raises:
         ValueError: the mask has another shape or other values.
@@ -221,7 +221,7 @@ def make_key_mask(
         return None if memory_mask is None else F.pad(memory_mask, (0, segment_length), value=True)
     key_length = memory_length + segment_length
     length = attention_mask.shape[-1]
-    # TorchDynamo does not trace `length in range(…)` with symbolic bounds, but comparisons.
+    # Comparisons, because TorchDynamo does not trace `length in range(…)` with symbolic bounds.
     fits = columns.start <= length < columns.stop if isinstance(columns, range) else length in columns
     fits = fits or (more is not None and length >= more)
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or not fits:
@@ -230,7 +230,7 @@ def make_key_mask(
             f"{memory_length} needs {_shapes(batch_size, columns)}{'' if more is None else ' or more columns'}"
         )
     if segment_length > 1 or attention_mask.is_floating_point():
-        # A single token belongs to a text whose mask has been looked at before.
+        # Not for a single token, because the mask of its text was checked before.
         _check_zeros_and_ones(attention_mask)
     mask = attention_mask[:, -key_length:].bool()
     mask = F.pad(mask, (key_length - mask.shape[1], 0), value=True)
@@ -240,13 +240,13 @@ def make_key_mask(
 
 
 def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_length: int) -> Tensor:
-    """(B, n) targets of the first n positions of a segment, -100 where the position that predicts is padding: what it
-    computes is nobody's. Where n = L - 1, each is the token of the next position, and -100 where that is padding."""
+    """(B, n) targets of the first n positions of a segment, -100 where the predicting position is padding, because its
+    output is unused. With n = L - 1, each is the next position's token, and -100 also where that is padding."""
     if attention_mask is None or attention_mask.dim() != 2:
         return targets
     real, length = attention_mask[:, -segment_length:] != 0, targets.shape[1]
     if real.shape != (targets.shape[0], segment_length):
-        # `Segment.open` says what is wrong with it.
+        # `Segment.open` raises an error for this mask.
         return targets
     counts = real[:, :length] if length == segment_length else real[:, :-1] & real[:, 1:]
     return targets.masked_fill(~counts.to(targets.device), -100)
@@ -255,8 +255,8 @@ def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_leng
 def zeros_in_front(
     attention_mask: Tensor | None, segment_length: int, key_length: int, memory_mask: Tensor | None = None
 ) -> Tensor | None:
-    """(B, K) bool, True for keys before the segment up to which the mask has zeros alone: padding in front of a text.
-    None where the mask is of the segment alone. Keys that `memory_mask`, (B, m), calls not real are something else."""
+    """(B, K) bool, True for padding in front of a text: keys before the segment with no 1 in the mask up to them. None
+    if the mask is of the segment alone. Keys that are not real by `memory_mask`, (B, m), are excluded."""
     if attention_mask is None or attention_mask.shape[1] <= segment_length:
         return None
     front = F.pad(attention_mask[:, :-segment_length].bool().cumsum(dim=1) == 0, (0, segment_length))[:, -key_length:]
@@ -267,13 +267,13 @@ def zeros_in_front(
 class OpenPadding(NamedTuple):
     """Padding in front of texts that zero states precede (`initial_memory="zeros"`).
 
-    A row alone sees m zero states before its text. Padding in front of the text is made such states too, so that a
-    padded row equals the row alone; as many keys at the far end of the memory are hidden in exchange.
+    A row alone sees m zero states before its text. Padding in front of the text becomes zero states too, so that a
+    padded row equals the row alone; as many keys, the oldest of the memory, are hidden in exchange.
 
     Attributes:
         seen: (B, m + L) bool, which keys queries see.
         real: (B, m + L) bool, which keys are real, zero states among them.
-        begun: (B, L + 1) bool, whether a row's text has begun after so many tokens of the segment.
+        begun: (B, L + 1) bool, whether a row's text has begun after 0 … L tokens of the segment.
         tokens: (B, L) bool, which tokens precede the text: their states are zeros in every layer.
     """
 
@@ -287,7 +287,7 @@ class OpenPadding(NamedTuple):
         """
         Args:
             mask: (B, m + L) bool, False where a key is hidden or padding. memory_length: m.
-            begins: whether all rows begin with this segment. A row also does whose memory is all hidden.
+            begins: whether all rows begin with this segment. A row whose memory is all hidden begins too.
             front: see `zeros_in_front`.
         """
         memory, segment = mask[:, :memory_length], mask[:, memory_length:]
@@ -309,7 +309,7 @@ def _shapes(batch_size: int, columns: Collection[int]) -> str:
 
 def _check_zeros_and_ones(attention_mask: Tensor) -> None:
     """Raise a ValueError for other numbers than 1 = real and 0 = padding: document numbers, or a float mask that is
-    added to scores, where 0 says real. A GPU is waited for with a float mask alone; others are asserted there."""
+    added to scores, where 0 is real. The host waits for a GPU with float masks alone; others are asserted there."""
     if attention_mask.dtype == torch.bool or attention_mask.numel() == 0:
         return
     if attention_mask.is_floating_point():

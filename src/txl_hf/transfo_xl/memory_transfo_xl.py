@@ -1,9 +1,9 @@
-"""The memory as a thing of its own: how a call opens it and what it remembers, its mask and its lengths.
+"""The memory as hidden states: how a call reads and updates it, its mask and its lengths.
 
 The memory of a call is `mems`, for each layer the states (B, m, D) that entered it before, and `mems_mask`, (B, m)
-bool, which of them are real; None where all are. A state that is not real is NaN in every channel: whoever loses the
-mask on the way gets an error or NaN, never a plausible number. With the mask, such states are read as zeros and
-hidden from every query.
+bool, which of them are real; None: all. A state that is not real is NaN in every channel, so that a call without the
+mask gives an error or NaN, never a plausible number. With the mask, such states are read as zeros and hidden from
+every query.
 
 Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys, D = `d_model`, H heads,
 Dh = `d_head`.
@@ -41,7 +41,7 @@ from .masks_transfo_xl import OpenPadding, can_look, drop_idle_mask, make_key_ma
 
 
 class FilledLengths(Protocol):
-    """The lengths of one call, none of them missing: a configuration, or `MemoryLengths.of` one."""
+    """The lengths of one call, none of them None: a configuration, or a result of `MemoryLengths.of`."""
 
     mem_len: int
     ext_len: int
@@ -51,9 +51,9 @@ class FilledLengths(Protocol):
 
 @dataclass(frozen=True)
 class MemoryLengths:
-    """How far a call remembers and sees: fields of `TransfoXLConfig` that an evaluation may choose anew.
+    """The lengths of memory and context in a call: fields of `TransfoXLConfig` that an evaluation may override.
 
-    They are arguments of a call, so that threads can share a model and use different ones.
+    An argument of a call, so that threads can share a model and use different lengths.
 
     Attributes:
         mem_len, ext_len, clamp_len, same_length: as in the configuration. None: the configuration's.
@@ -88,12 +88,12 @@ class MemoryLengths:
 
 
 def fill_lengths(lengths: MemoryLengths, config: TransfoXLConfig) -> FilledLengths:
-    """The lengths of a call that was given these.
+    """The lengths of a call with this argument.
 
     Raises:
-        ValueError: they are something else; and as `MemoryLengths.of` does.
+        ValueError: the argument has another type; and as in `MemoryLengths.of`.
     """
-    # A copy of the class may have come with the weights.
+    # By name, because a copy of the class may have come with the weights.
     if type(lengths).__name__ != MemoryLengths.__name__:
         raise ValueError(
             f"lengths must be a txl_hf.MemoryLengths, not a {type(lengths).__name__}; a column of that name in a data "
@@ -104,19 +104,19 @@ def fill_lengths(lengths: MemoryLengths, config: TransfoXLConfig) -> FilledLengt
 
 @dataclass(frozen=True)
 class Segment:
-    """Inputs of a call beside its hidden states: made by `Segment.open` at the beginning, and only read from then on.
+    """Inputs of a call beside its hidden states: made by `Segment.open` at the beginning, and only read afterwards.
 
     Attributes:
         lengths: of the call, none of them None.
         length, memory_length, key_length: L, m and K.
         memory: for each layer the states (B, m, D) that entered it before, as they were given; None where there is no
             memory or `cache` holds it.
-        cache: takes the keys and values of the call, or None.
+        cache: receives the keys and values of the call, or None.
         memory_mask: (B, m) bool, which states of the memory are real; None: all.
         text_mask: (B, m + L) bool, which keys the memory keeps as real; None: all.
-        padding: in front of texts that zero states precede; None: there is none.
+        padding: padding in front of texts that zero states precede; None: there is none.
         first_key: (B, L) int, the first key that each token sees, of its document; None: 0.
-        older_mask: (B, n) bool or None, which keys of `cache` further back than the m are real, for a longer memory.
+        older_mask: (B, n) bool or None, which keys of `cache` before the last m are real, for longer memories.
         attention: arguments of `relative_attention` that all layers share.
         key_mask: (B, m + L) bool, which keys queries see; None: all. The same as `text_mask`, except for padding in
             front of a text that zero states precede: `OpenPadding.seen`.
@@ -209,7 +209,7 @@ class Segment:
         return cls(lengths, length, m, m + length, memory, cache, *masks, attention, key_mask)
 
     def memory_of(self, layer: int, states: Tensor) -> Tensor | None:
-        """(B, m, D) that a layer goes on from, where and as precise as its states are; None where there is none.
+        """A layer's memory, (B, m, D), on the device and in the dtype of `states`; None where there is none.
 
         States that are not real are zeros here, because NaN times an attention weight of 0 is NaN.
         """
@@ -220,10 +220,10 @@ class Segment:
         return memory if self.memory_mask is None else hide_states(memory, self.memory_mask)
 
     def real_after(self, tokens: int) -> Tensor | None:
-        """Which of the m + L keys are real after the first `tokens`, where documents have begun: (B, m + L) bool;
-        None: all."""
+        """Which of the m + L keys are real after the first `tokens` tokens, without earlier documents: (B, m + L)
+        bool; None: all."""
         if self.padding is not None:
-            # A row of padding alone so far keeps no real state: the next segment is then its first.
+            # A row with padding alone so far keeps no real state, so that the next segment is its first.
             return self.padding.real & self.padding.begun[:, tokens : tokens + 1]
         if self.first_key is None or tokens == 0:
             return self.text_mask
@@ -247,7 +247,7 @@ class Segment:
         end = m + max(0, self.length - lengths.ext_len)
         start = max(0, end - lengths.mem_len)
         if start == m and end == start + self.length:
-            # The new memory is this segment. What entered the first layer may be the caller's `inputs_embeds`: a copy.
+            # The memory becomes this segment; a copy, because the first input may be the caller's `inputs_embeds`.
             mems = (entered[0].clone(), *entered[1:])
         else:
             mems = tuple(
@@ -256,22 +256,22 @@ class Segment:
             )
         if not torch.is_grad_enabled():
             mems = tuple(states.detach() for states in mems)
-        # The next call reads the last ext_len tokens again, and is told again where their documents begin.
+        # Without documents of the last ext_len tokens, because the next call reads these and their `resets` again.
         mask = self.text_mask
         if mask is not None or self.first_key is not None:
             mask = self.real_after(end - m)
         mems_mask = None if mask is None else drop_idle_mask(mask[:, start:end])
         if mems_mask is None:
             return mems, None
-        # The caller gets a copy, in which it may set a row to False to begin it afresh.
+        # A copy, because the caller may set a row to False to begin it afresh.
         mems_mask = mems_mask.clone()
         return tuple(_mark(states, mems_mask) for states in mems), mems_mask
 
     def remember_in_cache(self, attention_mask: Tensor | None) -> None:
-        """Keep in the cache, which has taken the keys of the call, which of its keys are real.
+        """Store in the cache, after the keys of the call, which of its keys are real.
 
         Args:
-            attention_mask: as the call was given it.
+            attention_mask: the call's argument.
         """
         cache, mask = self.cache, self.real_after(self.length)
         assert cache is not None
@@ -302,8 +302,8 @@ class Segment:
         elif state.key_mask is not None and state.key_mask.shape == mask.shape:
             state.key_mask.copy_(mask)
         elif self.first_key is not None or attention_mask is None or attention_mask.shape[1] < self.key_length:
-            # Otherwise the caller gives a mask of all keys with every token, as `generate` does, and none is kept: a
-            # graph cannot check whether it hides anything.
+            # Otherwise none is stored, because the caller gives a mask of all keys with every token, as `generate`
+            # does, and a graph cannot check whether it hides anything.
             state.key_mask = mask
 
 
@@ -325,14 +325,14 @@ def _open_states(
     m = 0 if states is None else states[0].shape[1]
     is_static = cache is not None and cache.is_compileable
     if is_static and attention_mask is not None and attention_mask.shape[-1] == mem_len + length:
-        # A static cache starts full, so that a mask of its length has columns of states that do not exist.
+        # Columns of absent states are dropped, because a static cache starts full and the mask has its length.
         attention_mask = attention_mask[..., mem_len - m :]
     if given:
         mask = mask_of_mems(attention_mask, mems_mask, mems, (batch_size, length), embeds.device, config, mem_len)
     else:
         mask = make_key_mask(attention_mask, None, batch_size, length, m, (length, m + length))
     if is_static and m < mem_len:
-        # Masked states in front of what there is.
+        # Masked states fill the cache in front of the given ones.
         if mask is None:
             mask = embeds.new_ones(batch_size, m + length, dtype=torch.bool)
         mask = F.pad(mask, (mem_len - m, 0), value=False)
@@ -350,7 +350,7 @@ def _begin_documents(text_mask: Tensor | None, resets: Tensor, m: int) -> tuple[
     positions = torch.arange(m, m + resets.shape[1], device=resets.device)
     first_key = torch.where(resets, positions, 0).cummax(dim=1).values
     if m > 0:
-        # A row that begins with a document reads nothing of its memory, whatever that holds.
+        # The memory of a row that begins with a document is hidden, whatever its states are.
         remembers = F.pad(~resets[:, :1].expand(-1, m), (0, resets.shape[1]), value=True)
         text_mask = remembers if text_mask is None else text_mask & remembers
     return text_mask, first_key
@@ -372,7 +372,7 @@ def mask_of_mems(
     config: TransfoXLConfig,
     mem_len: int,
 ) -> Tensor | None:
-    """`make_key_mask` for a segment of this shape, (B, L), behind mems, (B, m, D) each, whose columns a mask may have.
+    """`make_key_mask` for a segment of this shape, (B, L), after mems, (B, m, D), for which masks may have columns.
 
     Raises:
         ValueError: the mems or a mask do not fit the model or the segment.
@@ -384,8 +384,8 @@ def mask_of_mems(
     mems_mask = None if mems_mask is None else mems_mask.to(device)
     columns: Collection[int] = (segment_length, memory_length + segment_length)
     if attention_mask is not None and config.initial_memory == "zeros":
-        # Zeros precede the text, so that a mask of a text shorter than the memory has fewer columns than there are
-        # keys. Without a mask nobody reads `columns`, and a range would bind an exported graph to one length.
+        # Fewer columns than keys are valid, for a text shorter than its memory, because zeros precede it. Only with a
+        # mask, because a range would bind an exported graph to one length.
         columns = range(segment_length, memory_length + segment_length + 1)
     more = 1 + memory_length + segment_length if memory_length == mem_len else None
     return make_key_mask(attention_mask, mems_mask, batch_size, segment_length, memory_length, columns, more)
@@ -399,7 +399,7 @@ def split_mask(
     mem_len: int,
     length: int,
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """`mems`, `mems_mask` and `attention_mask`, (B, length), of a mask that is of mems and text together.
+    """`mems`, `mems_mask` and `attention_mask`, (B, length), from a mask of mems and text together.
 
     Raises:
         ValueError: as in a forward.
@@ -424,18 +424,18 @@ def initial_memory(
 
 
 def hide_states(states: Tensor, mask: Tensor) -> Tensor:
-    """(B, n, D) with zeros, whatever there was, where the mask (B, n) is False."""
+    """(B, n, D) with zeros, also in place of NaN, where the mask (B, n) is False."""
     return torch.where(mask[..., None].to(states.device), states, 0)
 
 
 def memory_of(outputs: Mapping[str, Any], compiled: bool = False) -> dict[str, Any]:
-    """The memory that a call has returned, as keyword arguments of the next one; nothing where there is none.
+    """The memory that a call has returned, as keyword arguments of the next call; {} where there is none.
 
-    Where NaN without a mask would be an error, a mask that hides nothing is written out: what is NaN because a
-    training diverges is not padding whose mask was lost.
+    Where NaN without a mask is an error, a mask of True replaces None, because NaN from a diverging training must not
+    be reported as padding whose mask was lost.
 
     Args:
-        compiled: whether the next call is, which would compute with a mask that hides nothing: none is written out.
+        compiled: whether the next call is, which would compute with a mask of True; None stays.
     """
     mems, mems_mask = outputs.get("mems"), outputs.get("mems_mask")
     if mems is None:
@@ -470,7 +470,7 @@ def cloned_states(memory: dict[str, Any]) -> dict[str, Any]:
 
 
 def real_states(mems: tuple[Tensor, ...], mems_mask: Tensor | None = None) -> Tensor:
-    """`mems_mask` where None too is written out: (B, m) bool."""
+    """`mems_mask`, or True for all states in place of None: (B, m) bool."""
     if mems_mask is not None:
         return mems_mask
     return torch.ones(mems[0].shape[:2], dtype=torch.bool, device=mems[0].device)
@@ -479,8 +479,8 @@ def real_states(mems: tuple[Tensor, ...], mems_mask: Tensor | None = None) -> Te
 def mask_overflow(mems: tuple[Tensor, ...], mems_mask: Tensor | None = None) -> Tensor | None:
     """`mems_mask` that also hides states which are not finite in some layer, as an overflow in fp16 leaves them.
 
-    A stream that went on from such states would never be rid of them. Nothing is masked where nothing overflowed; to
-    know that, the host waits for the device.
+    A stream that continues from such states would stay non-finite. Nothing is masked where nothing overflowed; the
+    host waits for the device to check that.
 
     Args:
         mems: n_layer tensors (B, m, D). mems_mask: (B, m) bool or None.

@@ -58,7 +58,7 @@ from .positions_transfo_xl import Distances
 
 logger = logging.get_logger(__name__)
 
-# Bytes of logits that come beside a loss in evaluation mode where nothing is said of them.
+# Bytes up to which logits are returned beside a loss in evaluation mode, where `output_logits` is None.
 MOST_LOGITS = 1 << 28
 
 
@@ -68,14 +68,14 @@ class TransfoXLModelOutput(ModelOutput):
     Args:
         last_hidden_state: (B, L, D), the output of the last layer.
         mems: tuple of n_layer tensors (B, min(m + L, M), D), the memory after this segment, detached unless
-            `detach_mems=False`. Under autocast in its type; with `pre_lnorm` in that of the hidden states. Padding is
-            NaN.
+            `detach_mems=False`. In autocast's dtype where it is on; with `pre_lnorm` in that of the hidden states.
+            Padding is NaN.
         past_key_values: the memory as projected keys and values, instead of `mems` with `use_cache=True`. From
             transformers 5.24 on the field is `cache`, and this its old name.
         hidden_states: tuple of n_layer + 1 tensors (B, L, D), with `output_hidden_states=True`.
         attentions: tuple of n_layer tensors (B, H, L, m + L), with `output_attentions=True`.
-        mems_mask: (B, min(m + L, M)) bool, which states of `mems` are real; None: all of them. To be handed back with
-            `mems`. It is a copy: set a row to False to begin it afresh.
+        mems_mask: (B, min(m + L, M)) bool, which states of `mems` are real; None: all of them. Pass it to the next
+            call with `mems`. It is a copy: set a row to False to begin it afresh.
     """
 
     last_hidden_state: Tensor | None = None
@@ -101,7 +101,7 @@ class _HeadOutput(ModelOutput):
         cache: Cache | None = None
     else:
         past_key_values: Cache | None = None
-    # Before what has to be asked for, which many programs take as the last output.
+    # Before the outputs on request, because many programs expect those last.
     losses: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
@@ -153,8 +153,8 @@ class TransfoXLKeywords(TypedDict, total=False):
         output_hidden_states, output_attentions: return these too.
         position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx: where documents begin in a row, as collators of
             `transformers` and TRL write them for packed batches; a document that begins inside a row is a reset.
-            Whether the row's first token continues a text, `mems` alone say. The heads name position_ids and seq_idx,
-            because `Trainer` keeps the columns of a data set that a head names.
+            `mems` alone decide whether the row's first token continues a text. The heads name position_ids and
+            seq_idx, because `Trainer` keeps the columns of a data set that a head names.
     """
 
     cache: Cache | None
@@ -185,15 +185,15 @@ class TransfoXLMLP(nn.Module):
 class TransfoXLAttention(nn.Module):
     """Projections around `relative_attention` (Section 3.3).
 
-    `r_proj` (the paper's W_k,R) and the biases are there if the encoding of positions has them in each layer
-    (`config.positions`); what the layers share comes in from the model.
+    `r_proj` (the paper's W_k,R) and the biases exist if the encoding of positions (`config.positions`) has them in
+    each layer; the model passes in those that layers share.
     """
 
     def __init__(self, config: TransfoXLConfig, layer_idx: int):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        # As wide as the weights have them: a captured step pads them.
+        # -1, the width that the weights have, because a captured step pads them.
         self.heads = (config.n_head, -1)
         width = config.n_head * config.d_head
         self.q_proj = nn.Linear(config.d_model, width, bias=False)
@@ -226,7 +226,7 @@ class TransfoXLAttention(nn.Module):
             distances: of this layer.
             segment: the masks, and the cache, which holds the keys and values of the memory and takes those of
                 `context`.
-            state: where W_R R is stored for later calls; None: it is computed anew in each.
+            state: where W_R R is stored for later calls; None: each call computes it.
 
         Returns:
             (B, L, D), and the probabilities (B, H, L, K) where the backend has them.
@@ -255,7 +255,7 @@ class TransfoXLAttention(nn.Module):
             rel_key = _last(rel_key.to(query.dtype), 1, segment.key_length)
         attended, probabilities = relative_attention(
             query,
-            # A cache that never forgets holds more than the memory.
+            # The last K, because a cache that drops no keys has more than the memory.
             _last(key, 2, segment.key_length),
             _last(value, 2, segment.key_length),
             rel_key,
@@ -272,7 +272,7 @@ class TransfoXLAttention(nn.Module):
 
 
 def _check_adapters(r_proj: nn.Module) -> None:
-    """Raise a ValueError where PEFT would take distances for rows of a batch, each with an adapter of its own."""
+    """Raise a ValueError where PEFT would treat distances as rows of a batch, each with an adapter of its own."""
     for hook in r_proj._forward_pre_hooks.values():
         if {"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys():
             raise ValueError(
@@ -288,7 +288,7 @@ class TransfoXLGate(nn.Module):
         r = σ(W_r y + U_r x),    z = σ(W_z y + U_z x - b_g),    ĥ = tanh(W_g y + U_g (r ⊙ x)),
         g(x, y) = (1 - z) ⊙ x + z ⊙ ĥ.
 
-    b_g begins at `config.gate_bias`: above 0 it keeps z small, so that at first a layer hardly changes what enters.
+    b_g begins at `config.gate_bias`: above 0 it keeps z small, so that at first a layer hardly changes its input.
     `y_proj` holds the rows of W_r, W_z and W_g in this order, `x_proj` those of U_r and U_z, `candidate_proj` is U_g,
     and `bias` b_g.
     """
@@ -312,12 +312,12 @@ class TransfoXLGate(nn.Module):
 
 
 class TransfoXLLayer(GradientCheckpointingLayer):
-    """One layer, as the equations that end Section 3.3 have it. With h the segment, m the memory and h̃ = [m, h]:
+    """One layer, by the equations at the end of Section 3.3. With h the segment, m the memory and h̃ = [m, h]:
 
         o = LayerNorm(h + W_o · attention of h to h̃),    the next h = LayerNorm(o + feed-forward(o)).
 
-    With `pre_lnorm`, what enters attention and feed-forward is normalised instead of the sums. `gating` does so too,
-    and puts gates (`TransfoXLGate`) in the place of the sums (GTrXL, Parisotto et al., 2020, Sections 3.1 and 3.2):
+    With `pre_lnorm`, the inputs of attention and feed-forward are normalised instead of the sums. `gating` does so
+    too, and replaces the sums by gates (`TransfoXLGate`) (GTrXL, Parisotto et al., 2020, Sections 3.1 and 3.2):
 
         o = g(h, ReLU(W_o · attention of LayerNorm(h) to LayerNorm(h̃))),
         the next h = g'(o, ReLU(feed-forward(LayerNorm(o)))).
@@ -353,7 +353,7 @@ class TransfoXLLayer(GradientCheckpointingLayer):
             attended = self.self_attn(queries, context, None, distances, segment, state)[0]
             hidden_states = _join(hidden_states, attended, self.self_attn_gate)
             return _join(hidden_states, self.mlp(self.mlp_layer_norm(hidden_states)), self.mlp_gate)
-        # Under autocast the residual is added in fp32; `read` is the state rounded once for all products.
+        # Under autocast the residual is added in fp32; `read` is the residual, cast once for all products.
         hidden_states, read = OPERATORS.rounded(hidden_states)
         hidden_states = hidden_states + self.self_attn(read, read, memory, distances, segment, state)[0]
         hidden_states, read = OPERATORS.rounded(self.self_attn_layer_norm(hidden_states))
@@ -368,7 +368,7 @@ def _join(entered: Tensor, returned: Tensor, gate: TransfoXLGate | None) -> Tens
 def _setting(name: str) -> property:
     """A field of the configuration as an attribute of the model, where the originals' scripts set it.
 
-    Setting it raises what the configuration raises; the model is as it was then.
+    Setting it to an invalid value raises the configuration's error; the model is unchanged then.
     """
 
     def set_field(model: "TransfoXLPreTrainedModel", value):
@@ -390,7 +390,7 @@ class TransfoXLPreTrainedModel(TransfoXLVocabularyModel, TransfoXLLayoutModel):
     config_class = TransfoXLConfig
     base_model_prefix = "transformer"
     supports_gradient_checkpointing = True
-    # Tables that are tied go together: a device map cannot follow ties between parts of modules.
+    # Modules with tied tables are not split, because a device map cannot follow ties between parts of modules.
     _no_split_modules = ["TransfoXLLayer", "AdaptiveEmbedding", "AdaptiveLogSoftmax"]
     _skip_keys_device_placement = ["past_key_values", "cache"]
     _supports_sdpa = True
@@ -399,7 +399,7 @@ class TransfoXLPreTrainedModel(TransfoXLVocabularyModel, TransfoXLLayoutModel):
     _can_record_outputs = {"hidden_states": TransfoXLLayer, "attentions": TransfoXLAttention}
 
     def __init__(self, config: TransfoXLConfig, *args, **kwargs):
-        # `from_pretrained(mem_len=…)` sets fields after the configuration was validated.
+        # Validated again, because `from_pretrained(mem_len=…)` sets fields after the first validation.
         config.validate_architecture()
         super().__init__(config, *args, **kwargs)
         if config.vocab_size == 0:
@@ -433,7 +433,7 @@ class TransfoXLPreTrainedModel(TransfoXLVocabularyModel, TransfoXLLayoutModel):
 
     @property
     def embeddings(self) -> "TransfoXLModel":
-        """For PEFT, which looks for `embeddings.word_embeddings`; the tables of all bins are not one parameter."""
+        """For PEFT, which reads `embeddings.word_embeddings`; the tables of all bins are not one parameter."""
         return self.base_model
 
     @property
@@ -446,7 +446,7 @@ class TransfoXLPreTrainedModel(TransfoXLVocabularyModel, TransfoXLLayoutModel):
         return True
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """The backend's name; what `transformers` does not know of is ours, the default among them."""
+        """The backend's name; the package has more names than `transformers`, among them the default."""
         if requested_attention is None:
             return "auto"
         find_backend(requested_attention)
@@ -456,7 +456,7 @@ class TransfoXLPreTrainedModel(TransfoXLVocabularyModel, TransfoXLLayoutModel):
         """Remember `mem_len` states from now on; the caller cuts longer mems.
 
         Raises:
-            ValueError: `mem_len` is negative, or the model's positions allow no memory. The model is as it was.
+            ValueError: `mem_len` is negative, or the model's positions allow no memory. The model is unchanged.
         """
         self.mem_len = mem_len
 
@@ -468,7 +468,7 @@ class TransfoXLPreTrainedModel(TransfoXLVocabularyModel, TransfoXLLayoutModel):
     def init_mems(self, batch_size: int) -> tuple[Tensor, ...] | None:
         """The memory before the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), or None if M = 0.
 
-        Device and type are those of the hidden states. Each tensor may be written to by itself.
+        Device and dtype are those of the hidden states. No two tensors share storage.
         """
         first = self.first_parameter
         mems = initial_memory(self.config, self.config.mem_len, batch_size, first.dtype, first.device)
@@ -476,14 +476,14 @@ class TransfoXLPreTrainedModel(TransfoXLVocabularyModel, TransfoXLLayoutModel):
 
     @property
     def first_parameter(self) -> nn.Parameter:
-        """One that has the type of the hidden states, where they begin; neither quantised nor adapted."""
+        """A parameter with the dtype and device of the first hidden states, neither quantised nor adapted."""
         if self.config.vocab_size > 0:
             return self.get_input_embeddings().emb_layers[0].weight
         return self.base_model.layers[0].self_attn_layer_norm.weight
 
 
 class VectorEmbedding(nn.Linear):
-    """From vectors of any floating-point type, (B, L, F), to what enters the first layer, (B, L, D)."""
+    """From vectors of any floating-point type, (B, L, F), to the first layer's input, (B, L, D)."""
 
     def forward(self, vectors: Tensor) -> Tensor:
         # Under autocast a product returns a narrower type than the hidden states have.
@@ -544,26 +544,26 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 text, as zero states with `initial_memory="zeros"`. A row whose memory columns are all 0 starts fresh.
             past_key_values: the memory as projected keys and values, continued in place. An empty one starts from
                 `mems`, or from the initial memory. It belongs to the weights that filled it: after they have changed,
-                `past_key_values.reset()` and read the text anew.
-            inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`; all
-                that a model without tokens takes (`vocab_size=0`), (B, L, `input_size`) if that is set.
+                `past_key_values.reset()` and read the text again.
+            inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`; the
+                only input of a model without tokens (`vocab_size=0`), (B, L, `input_size`) if that is set.
             use_cache: return `past_key_values` instead of `mems`.
-            lengths: of this call, instead of the configuration's: threads may share a model and use different ones.
+            lengths: of this call, instead of the configuration's, so that threads can share a model and use different
+                ones.
             mems_mask: (B, m) bool, which states of `mems` are real: `mems_mask` of the outputs that `mems` are from.
-                None: all of them. States that are not may hold anything.
-            resets: (B, L) bool, True at a token before which everything is forgotten, because another document or
-                episode begins there: each has the states, the memory and the gradients that it has alone. The host
-                looks whether there is any, and waits for a GPU once. Needs relative positions and
-                `initial_memory="empty"`: with `"zeros"` a document sees `mem_len` zero states before it, in whose
-                places a row has other documents.
+                None: all of them. Other states may have any values.
+            resets: (B, L) bool, True at a token where another document or episode begins, which sees nothing before
+                it: each has the states, the memory and the gradients that it has alone. The host checks whether there
+                is any, and waits for a GPU once. Needs relative positions and `initial_memory="empty"`: with `"zeros"`
+                a document sees `mem_len` zero states before it, in whose places a row has other documents.
             detach_mems: False: the `mems` that are returned keep their graph, so that the loss of a later segment has
                 gradients through them (truncated backpropagation in time, over as many calls as keep it).
-                `past_key_values` are constants all the same.
+                `past_key_values` never pass gradients.
             kwargs: see `TransfoXLKeywords`.
 
         Raises:
             ValueError: inputs that do not fit the model or each other; the message names them.
-            TypeError: keyword arguments that nothing reads, and that transformers does not hand to every model.
+            TypeError: keyword arguments that nothing reads, except those that transformers passes to every model.
         """
         cache = kwargs.pop("cache", None)
         if cache is not None or past_key_values is not None:
@@ -593,7 +593,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             hidden_states = positions.enter_layer(self, i, hidden_states, segment.key_mask)
             if segment.padding is not None:
                 hidden_states = hide_states(hidden_states, ~segment.padding.tokens)
-            # In the type of what reads them next: products (autocast's type), or with `pre_lnorm` a layer norm (fp32).
+            # In the dtype of the next operation: products (autocast's dtype), or with `pre_lnorm` a layer norm (fp32).
             dtype = hidden_states.dtype if self.config.pre_lnorm else working_dtype(hidden_states)
             entered.append(hidden_states.to(dtype))
             memory.append(segment.memory_of(i, entered[i]))
@@ -612,34 +612,34 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         )
 
     def _enter(self, embeds: Tensor, segment: Segment, are_given: bool) -> Tensor:
-        """(B, L, D), what enters the first layer, of embeddings; `are_given`: by the caller."""
+        """The first layer's input, (B, L, D), from embeddings; `are_given`: whether they are the caller's."""
         if are_given and segment.text_mask is not None:
-            # A table's rows are finite, but a caller may have written NaN into padding, which must not spread.
+            # Zeros at padding, because a caller's vectors may be NaN there, which would spread; a table's are not.
             embeds = hide_states(embeds, segment.text_mask[:, segment.memory_length :])
         if self.config.vocab_size == 0:
             embeds = self.embed_vectors(embeds)
             if self._is_checkpointed_reentrantly() and not embeds.requires_grad:
-                # A reentrant checkpoint gives gradients only where its inputs have some. transformers sees to that for
-                # tables of tokens.
+                # A reentrant checkpoint computes gradients only if its inputs require them, which transformers sets
+                # for tables of tokens.
                 embeds = embeds.detach().requires_grad_()
         entering = self.positions.enter_model(self, embeds, segment.lengths.clamp_len, segment.key_mask)
         return OPERATORS.dropout(self.input_dropout, entering)
 
     def _distances(self, segment: Segment, states: Tensor) -> tuple[list[Distances], DecodingState | None]:
-        """The distances of each layer; and the state of the cache, if it keeps them for calls that follow."""
+        """The distances of each layer; and the state of the cache, if that stores them for later calls."""
         clamp_len, cache = segment.lengths.clamp_len, segment.cache
-        # The products of all layers read distances, in their type.
+        # Distances have the dtype of the products that read them.
         like = states.new_empty(0, states.shape[-1], dtype=working_dtype(states))
         dropout = self.position_dropout
         draws = dropout.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1) > 0
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # A fused optimizer changes weights without raising their `_version`, by which W_R R in a cache is known to
-            # be of other weights. Each of its steps follows a forward with gradients, which this counts.
+            # Forwards with gradients are counted, because each step of a fused optimizer follows one, and changes
+            # weights without raising the `_version` by which a cache detects that its W_R R is outdated.
             self._trained += 1
         if cache is None or torch.is_grad_enabled() or draws:
             return self.positions.distances(self, segment.key_length, like, clamp_len), None
         state = decoding_state_of(cache)
-        # The distances of a full memory at once; else a growing one would compute them again for each token.
+        # The distances of a full memory at once, because a growing one would compute them again for each token.
         reach = max(segment.key_length, segment.lengths.mem_len + 1)
         shares = clamp_len > 0 and not 0 < self.config.decay_len < reach
         reach = min(reach, clamp_len + 1) if shares else reach
@@ -658,7 +658,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         return getattr(self._gradient_checkpointing_func, "keywords", {}).get("use_reentrant", False)
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """(B, L, D) from the one that is given; (B, L, F) vectors as they are given."""
+        """(B, L, D) from the argument that is given; (B, L, F) vectors unchanged."""
         if input_ids is not None and self.config.vocab_size == 0:
             raise ValueError(
                 "input_ids were given, but vocab_size=0 means that there are no tokens: use inputs_embeds"
@@ -681,11 +681,11 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             )
         if not inputs_embeds.is_floating_point():
             raise ValueError(f"inputs_embeds are {inputs_embeds.dtype}, no floating-point vectors")
-        # Observations are often fp64, NumPy's own type; what `input_size` projects, its layer casts.
+        # Cast here, because observations are often fp64, NumPy's default; with `input_size` the projection casts.
         return inputs_embeds if self.config.input_size else inputs_embeds.to(self.first_parameter.dtype)
 
     def _choose_cache(self, cache: Cache | None, mem_len: int) -> Cache | None:
-        """The cache of a call that wants one: the one that is given, or a new one; None where it can have none."""
+        """The cache of a call with `use_cache`: the given or a new one; None where the call cannot fill one."""
         if mem_len == 0:
             if cache is not None:
                 raise ValueError("past_key_values hold a memory, but mem_len=0 means that there is none")
@@ -713,8 +713,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 "TransfoXLModel or a classifier, or give the model a vocabulary"
             )
         super().__init__(config)
-        # transformers derives `loss_type` from the class name, which a subclass changes: `Trainer` would then count a
-        # label too many in each row.
+        # Set, because transformers derives `loss_type` from the class name: with that of a subclass `Trainer` would
+        # count a label too many in each row.
         self.loss_type = "ForCausalLM"
         self.transformer = TransfoXLModel(config)
         self.lm_head = AdaptiveLogSoftmax(config)
@@ -723,7 +723,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """{softmax parameter: the embedding's that it is}, by `tie_word_embeddings` and `tie_projs`."""
+        """{softmax parameter: embedding parameter to which it is tied}, by `tie_word_embeddings` and `tie_projs`."""
         if all_submodels:
             return super().get_expanded_tied_weights_keys(all_submodels=True)
         source, target = "transformer.embed_tokens", "lm_head"
@@ -761,18 +761,18 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets,
                 position_ids, seq_idx: see `TransfoXLModel.forward`.
             labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored, and so is padding by
-                `attention_mask`, as a target and as what predicts one. The first token of a document inside a row is a
-                target of the token before it, as in `TokenStream`, unless -100 stands in its place.
+                `attention_mask`, as a target and as a predicting token. The first token of a document inside a row is
+                a target of the token before it, as in `TokenStream`, unless its label is -100.
             shift_labels (in kwargs): (B, L), targets aligned with the inputs already, so that the last token of a
                 segment predicts the first of the next. Takes precedence over `labels`.
-            num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of targets:
-                of labels that are not -100 in all batches of a step, as `Trainer` counts them. Padding among them is
-                taken to cost as much as the other targets of this batch.
+            num_items_in_batch (in kwargs): the divisor of the sum of the losses, instead of the number of targets: the
+                number of labels other than -100 in all batches of a step, as `Trainer` counts them. Padding among them
+                counts with this batch's mean loss.
             logits_to_keep: keep the logits of the last so many positions, or of the positions in a tensor; 0: all.
             output_logits: whether to return logits beside a loss, (tokens × vocabulary) numbers that the loss does not
-                need. By default a model without cutoffs does, and one with cutoffs if it is so configured, or in
-                evaluation mode where they take at most 256 MiB. Second derivatives need them.
-            logits_top_k (in kwargs): only the k most probable tokens of each position have to be right, see
+                need. By default a model without cutoffs returns them, and one with cutoffs if it is so configured, or
+                in evaluation mode if they take at most 256 MiB. Second derivatives need them.
+            logits_top_k (in kwargs): only the k most probable tokens of each position have to be exact, see
                 `AdaptiveLogSoftmax.log_prob`. `generate` gives it where no other token can matter.
 
         Raises:
@@ -781,7 +781,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         shift_labels = kwargs.pop("shift_labels", None)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         logits_top_k = kwargs.pop("logits_top_k", None)
-        # Whatever can be wrong is found before the cache takes the tokens.
+        # Arguments are checked before the cache receives the tokens.
         if num_items_in_batch is not None or not isinstance(logits_to_keep, int):
             check_numbers(num_items_in_batch, logits_to_keep, input_ids if inputs_embeds is None else inputs_embeds)
         given = targets = None
@@ -813,12 +813,12 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             losses = self.lm_head(predicting, targets.flatten(), by_bin=in_order).view(targets.shape)
         loss = mean_loss(losses, targets, num_items_in_batch)
         if num_items_in_batch is not None and targets is not given:
-            # `Trainer` counts labels of padding too, which have no loss here: each is taken to cost the batch's mean.
+            # Labels of padding cost the batch's mean, because `Trainer` counts them, and they have no loss here.
             loss = loss * ((given != -100).sum() / (targets != -100).sum().clamp(min=1)).to(loss.device)
         return TransfoXLCausalLMOutput(loss=loss, logits=logits, losses=losses, **_without_last_state(outputs))
 
     def _has_room_for_logits(self, tokens: int) -> bool:
-        """Whether logits of so many tokens come beside a loss unasked: in evaluation mode, up to 256 MiB."""
+        """Whether a loss comes with logits of so many tokens by default: in evaluation mode, up to 256 MiB."""
         if self.training or torch.compiler.is_compiling():
             return False
         if tokens * self.config.vocab_size * 4 <= MOST_LOGITS:
@@ -837,7 +837,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
 
     def __init__(self, config: TransfoXLConfig):
         super().__init__(config)
-        # transformers derives `loss_type` from the class name, which a subclass changes.
+        # Set, because transformers derives `loss_type` from the class name, which a subclass changes.
         self.loss_type = "ForSequenceClassification"
         self.num_labels = config.num_labels
         self.transformer = TransfoXLModel(config)
@@ -864,16 +864,16 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         """
         Args:
             input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets,
-                position_ids, seq_idx: see `TransfoXLModel.forward`. The last real token is the last one that
-                `attention_mask` marks, or else that is not `config.pad_token_id`, or else the last one of
-                `inputs_embeds`. Padding may stand on either side with a mask, and behind the text without one, which
-                alone would hide it. A row without any real token, as a text that ended in an earlier segment, has
+                position_ids, seq_idx: see `TransfoXLModel.forward`. The last real token is the last one marked by
+                `attention_mask`, without a mask the last one other than `config.pad_token_id`, or else the last one of
+                `inputs_embeds`. Padding may be on either side with a mask, and after the text without one, because a
+                mask alone hides it. A row without any real token, as a text that ended in an earlier segment, has
                 logits of NaN.
             labels: (B,) or (B, 1) classes, or `num_labels` numbers for each row, for regression or multi-label
                 classification; by `config.problem_type`, or by their shape where that is None. The class -100, for a
-                row without real tokens, is ignored; the number -100.0 is one like others.
-            num_items_in_batch (in kwargs): how many labels but -100 a whole step has, as `Trainer` counts them: the
-                loss is the part of the step's mean that these have, and 0 where they are all -100.0.
+                row without real tokens, is ignored; the number -100.0 is a label like others.
+            num_items_in_batch (in kwargs): the number of labels other than -100 in a whole step, as `Trainer` counts
+                them: the loss is this batch's part of the step's mean, and 0 where all its labels are -100.0.
 
         Raises:
             ValueError: a batch of several rows with neither a mask nor a `pad_token_id`, labels of another shape, or
@@ -892,7 +892,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 )
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             if attention_mask is None and self.config.pad_token_id is not None and not self.config.positions.recurrent:
-                # These positions are counted from the last real token, of which the mask alone tells.
+                # A mask is made, because these positions are counted from the last real token, which it marks.
                 real = input_ids != self.config.pad_token_id
                 attention_mask = real.flip(1).cumsum(1).flip(1) > 0
         memory = {"mems": mems, "mems_mask": mems_mask, "past_key_values": past_key_values, "use_cache": use_cache}
@@ -915,7 +915,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         return TransfoXLSequenceClassifierOutput(loss=loss, logits=logits, **_without_last_state(outputs, use_cache))
 
     def _of_last_real_token(self, scores: Tensor, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
-        """(B, num_labels) out of (B, L, num_labels), NaN where a row has no real token."""
+        """The last real token's scores, (B, num_labels) of (B, L, num_labels), NaN where a row has none."""
         segment_length = scores.shape[1]
         if attention_mask is not None:
             real = attention_mask[:, -segment_length:] != 0
@@ -933,7 +933,7 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
     """Transformer-XL with a linear classifier on every token.
 
     A text longer than any segment is read as by the other heads, segment by segment with the memory handed on, so that
-    each token is scored once, from all before it that the memory covers. What follows a token is not seen.
+    each token is scored once, from all before it that the memory covers. Later tokens are not seen.
     """
 
     def __init__(self, config: TransfoXLConfig):
@@ -970,7 +970,7 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
             input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets,
                 position_ids, seq_idx: see `TransfoXLModel.forward`.
             labels: (B, L), the class of each token, not shifted. -100 is ignored.
-            num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of labels.
+            num_items_in_batch (in kwargs): the divisor of the sum of the losses, instead of the number of labels.
 
         Raises:
             ValueError: a label is neither -100 nor in [0, num_labels), or has another shape, or there is one class;
@@ -1004,13 +1004,13 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
 
 def _without_last_state(outputs: TransfoXLModelOutput, use_cache: bool | None = None) -> dict[str, Any]:
     """The fields of the model's output that a head returns too. With an explicit `use_cache=False` a classifier
-    returns no memory: pipelines ask for none, and could not split the layers' tensors into rows."""
+    returns no memory, because pipelines set it, and cannot split the layers' tensors into rows."""
     left_out = {"last_hidden_state", *(("mems", "mems_mask") if use_cache is False else ())}
     return {name: value for name, value in outputs.items() if name not in left_out}
 
 
 def _last(states: Tensor, dim: int, length: int) -> Tensor:
-    """At most the last `length` in a dimension; the tensor itself if it is no longer: a slice is copied backward."""
+    """The last `length` of a dimension; the tensor itself if it has no more, because a slice copies backward."""
     return states if states.shape[dim] <= length else states.narrow(dim, -length, length)
 
 

@@ -1,8 +1,8 @@
 """Encodings of positions, a class for each `attn_type`.
 
-A class says what its encoding learns, what it adds to the hidden states, what it tells the attention of each layer,
-and whether a memory may precede the segment. Another encoding is another class in `POSITIONS`; attention takes a
-score per distance (`rel_bias`), a key per distance (`rel_key`), or both.
+A class defines the parameters of its encoding, the terms that it adds to the hidden states and to each layer's
+attention, and whether a memory may precede the segment. A new encoding is a new class in `POSITIONS`; attention takes
+a score per distance (`rel_bias`), a key per distance (`rel_key`), or both.
 
 Letters: B batch, L segment, K = m + L keys (memory, then segment), D = `d_model`, H heads, Dh head width.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 def is_exporting(unknown: bool = False) -> bool:
     """Whether torch.export is tracing; `unknown` up to PyTorch 2.6, which has no flag for it.
 
-    The private flag, because `torch.compiler.is_exporting()` of PyTorch 2.11 is True while it compiles, too.
+    The private flag, because `torch.compiler.is_exporting()` of PyTorch 2.11 is also True in torch.compile.
     """
     return getattr(torch.compiler, "_is_exporting_flag", unknown)
 
@@ -31,15 +31,15 @@ def sinusoid(positions: Tensor, width: int) -> Tensor:
         (K, width), of the positions' type.
     """
     exponents = torch.arange(0, width, 2, device=positions.device, dtype=positions.dtype) / width
-    # Rounded as in all the originals: at distance 1,000 another order of these operations is 1e-4 off in the angle.
+    # The originals' order of operations, because another one changes the angle at distance 1,000 by 1e-4.
     angles = torch.outer(positions, 1 / 10000.0**exponents)
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 def sinusoids_of_distances(key_length: int, embeds: Tensor, clamp_len: int) -> Tensor:
-    """R for the distances K - 1, …, 0: (K, D), of the type of `embeds` (…, D); those beyond `clamp_len` share one.
+    """R for the distances K - 1, …, 0: (K, D), of the type of `embeds` (…, D); those beyond `clamp_len` share one row.
 
-    Distances are counted in fp32 at least: bf16 has no 301.
+    Distances are counted in fp32 at least, because bf16 has no 301.
     """
     dtype = torch.promote_types(embeds.dtype, torch.float32)
     distances = torch.arange(key_length - 1, -1, -1, device=embeds.device, dtype=dtype)
@@ -55,11 +55,11 @@ def _is_symbol() -> bool:
 
 def decay_of_distances(key_length: int, config: Any, embeds: Tensor) -> Tensor | None:
     """The score -2 ln(distance / `decay_len`) of the distances K - 1, …, 0, and 0 up to `decay_len`: (H, K), to be
-    scaled as scores are, of the type of `embeds`. None where no distance is further.
+    scaled as scores are, of the type of `embeds`. None if no distance is beyond `decay_len`.
 
     A key is thereby weighed by (decay_len / distance)². KERPLE (Chi et al., 2022, https://arxiv.org/abs/2205.09921)
-    learns such scores from the first distance on. Here the distances of training have none, so that no model has to be
-    trained for it.
+    learns such scores from the first distance on. Here the distances of training have the score 0, so that no model
+    has to be trained with the decay.
     """
     if not (_is_symbol() or key_length - 1 > config.decay_len):
         return None
@@ -74,7 +74,7 @@ class Distances(NamedTuple):
 
     Attributes:
         positions: (n, D) sinusoids or (n, H, Dh) learned keys, furthest distance first. With fewer than K, all further
-            distances share the first one.
+            distances share the first row.
         content_bias, position_bias, rel_bias: see `AttentionInputs`; None: the layer's own, or none.
     """
 
@@ -85,48 +85,48 @@ class Distances(NamedTuple):
 
 
 class Positions:
-    """An encoding: the interface, and for each method what most encodings need, nothing."""
+    """The interface of an encoding; its methods add nothing, as most encodings need it."""
 
     # Whether positions are counted from each query, so that a memory may precede the segment. The others are the
     # paper's baselines, whose positions are counted from the segment's last real token.
     recurrent = True
-    # Whether, with `pre_lnorm`, what the queries are made of is normalised too.
+    # Whether, with `pre_lnorm`, the input of the queries is normalised too.
     normalizes_queries = True
-    # Whether there are rows to learn, so many as the configuration's `max_klen`.
+    # Whether the encoding learns rows, as many as the configuration's `max_klen`.
     learned = False
-    # Whether the heads together are as wide as the hidden states.
+    # Whether the heads together must be as wide as the hidden states.
     spans_heads = False
 
     @classmethod
     def check_segment(cls, length: int, config: Any, given: str = "the call") -> None:
-        """Refuse more tokens at once than there are positions for.
+        """Check that there is a position for each of the tokens that a call reads.
 
         Raises:
-            ValueError: names `given`, by which so many are read.
+            ValueError: a token has no position; the message names `given`, the source of the length.
         """
 
     @staticmethod
     def add_to_model(model: Any) -> None:
-        """Give a `TransfoXLModel` what all layers learn together."""
+        """Add the parameters that all layers share to a `TransfoXLModel`."""
 
     @staticmethod
     def add_to_attention(attention: Any) -> None:
-        """Give a layer's `TransfoXLAttention` what it learns of its own: `r_proj` and biases."""
+        """Add a layer's own parameters, `r_proj` and biases, to its `TransfoXLAttention`."""
 
     @staticmethod
     def enter_model(model: Any, embeds: Tensor, clamp_len: int, key_mask: Tensor | None) -> Tensor:
-        """The first layer's input, of the embeddings: (B, L, D). `key_mask`: (B, K) bool, real keys; None: all."""
+        """The first layer's input from the embeddings: (B, L, D). `key_mask`: (B, K) bool, real keys; None: all."""
         return embeds
 
     @staticmethod
     def enter_layer(model: Any, layer: int, hidden_states: Tensor, key_mask: Tensor | None) -> Tensor:
-        """A layer's input, of the hidden states: (B, L, D). `key_mask`: see `enter_model`."""
+        """A layer's input from the hidden states: (B, L, D). `key_mask`: see `enter_model`."""
         return hidden_states
 
     @staticmethod
     def distances(model: Any, key_length: int, embeds: Tensor, clamp_len: int) -> list[Distances]:
-        """For each layer what its attention adds for the distances K - 1, …, 0. Those beyond `clamp_len` share one
-        row.
+        """For each layer the terms that its attention adds for the distances K - 1, …, 0; distances beyond `clamp_len`
+        share one row.
 
         Args:
             key_length: K. embeds: (B, L, D), for their type and device. clamp_len: of this call.
@@ -135,8 +135,8 @@ class Positions:
 
 
 class RelativeSinusoids(Positions):
-    """The paper's (Section 3.3): the key of a distance is W_k,R R, and u and v are each layer's or, without `untie_r`,
-    everybody's."""
+    """The paper's encoding (Section 3.3): the key of a distance is W_k,R R; each layer has u and v of its own or,
+    without `untie_r`, all layers share them."""
 
     @staticmethod
     def add_to_model(model: Any) -> None:
@@ -153,7 +153,7 @@ class RelativeSinusoids(Positions):
     @staticmethod
     def distances(model: Any, key_length: int, embeds: Tensor, clamp_len: int) -> list[Distances]:
         config, dropout = model.config, model.position_dropout
-        # Dropout draws for each distance by itself.
+        # Distances share no row under dropout, because it draws for each distance.
         draws = dropout.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1) > 0
         decay = decay_of_distances(key_length, config, embeds) if config.decay_len > 0 else None
         shares = clamp_len > 0 and not draws and decay is None and not _is_symbol()
@@ -165,7 +165,7 @@ class RelativeSinusoids(Positions):
 
 
 class RelativeLearned(Positions):
-    """Of Shaw et al. (2018), as the authors' code has it: a learned key and a learned score for each distance."""
+    """The encoding of Shaw et al. (2018) in the authors' code: a learned key and a learned score for each distance."""
 
     learned = True
 
@@ -189,10 +189,10 @@ class RelativeLearned(Positions):
 
 
 class AbsoluteSinusoids(Positions):
-    """Of Vaswani et al. (2017): sinusoids are added to the embeddings."""
+    """The encoding of Vaswani et al. (2017): sinusoids are added to the embeddings."""
 
     recurrent = False
-    # The original normalises what keys and values are made of, but not the queries.
+    # As in the original, which normalises the input of keys and values, but not that of queries.
     normalizes_queries = False
 
     @staticmethod
@@ -201,7 +201,7 @@ class AbsoluteSinusoids(Positions):
 
 
 class AbsoluteLearned(Positions):
-    """Of Al-Rfou et al. (2018): every layer adds positions that it has learned."""
+    """The encoding of Al-Rfou et al. (2018): every layer adds learned positions of its own."""
 
     recurrent = False
     normalizes_queries = False
@@ -240,7 +240,7 @@ POSITIONS: dict[int, type[Positions]] = {
 
 
 def _of_real_tokens(positions: Tensor, key_mask: Tensor | None) -> Tensor:
-    """The positions of a segment's tokens, counted from each row's last real one, whose position padding behind has.
+    """The positions of a segment's tokens, counted from each row's last real one; later padding shares its position.
 
     Args:
         positions: (L, D), the furthest first. key_mask: (B, L) bool, which tokens are real; None: all.
@@ -250,7 +250,7 @@ def _of_real_tokens(positions: Tensor, key_mask: Tensor | None) -> Tensor:
     """
     if key_mask is None:
         return positions
-    # Not `len`, whose number a trace would keep for every length.
+    # Not `len`, because a trace would record its number as a constant.
     length = positions.shape[0]
     columns = torch.arange(length, device=positions.device)
     last = (columns * key_mask).amax(-1, keepdim=True)
@@ -258,7 +258,7 @@ def _of_real_tokens(positions: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def _add_biases(module: Any) -> None:
-    """u and v, (H, Dh)."""
+    """Add u and v, (H, Dh) each, to a module."""
     heads = (module.config.n_head, module.config.d_head)
     module.content_bias = nn.Parameter(torch.empty(heads))
     module.position_bias = nn.Parameter(torch.empty(heads))

@@ -15,12 +15,12 @@ Ways to get one:
 
 * `TransfoXLTokenizer.from_pretrained(folder)`: a folder saved by this class, or a legacy one with `vocab.pkl`,
   `vocab.bin` or `vocab.txt`. Nothing in a pickle is ever executed. Tokens that were added to a legacy vocabulary
-  (`added_tokens.json`, `added_tokens_decoder`) keep their ids; `<formula>` of mode `"moses"` comes behind them.
+  (`added_tokens.json`, `added_tokens_decoder`) keep their ids; `<formula>` of mode `"moses"` follows them.
 * `TransfoXLTokenizer.from_symbols(symbols, mode=...)`: an ordered list, the original vocabularies' `idx2sym`.
 * `TransfoXLTokenizer.train_from_iterator(lines, mode=..., min_freq=..., max_size=...)`: a vocabulary by frequency.
 * `tokenizer.train_new_from_iterator(lines, vocab_size)`: the same with this tokenizer's mode and specials.
 
-`encode_lines` and `encode_file` give one long array of ids for training, with an `<eos>` per line where asked. With
+`encode_lines` and `encode_file` give one long array of ids for training, with an `<eos>` per line on request. With
 `line_ends=True`, calling the tokenizer gives the same.
 """
 
@@ -60,7 +60,7 @@ from .tokenization_transfo_xl_backend import (
 
 logger = logging.get_logger(__name__)
 
-# Special tokens of a vocabulary trained from text, per mode. A closed alphabet has neither an unknown nor an end.
+# Special tokens of a vocabulary trained from text, per mode. A closed alphabet has no unknown and no end token.
 _TRAINING_SPECIALS: dict[str, dict[str, str | None]] = {
     "moses": {"eos_token": "<eos>", "unk_token": "<unk>"},
     "whitespace": {"eos_token": "<eos>", "unk_token": "<unk>"},
@@ -69,7 +69,7 @@ _TRAINING_SPECIALS: dict[str, dict[str, str | None]] = {
     "bytes": {"eos_token": None, "unk_token": None},
 }
 
-# Arguments of the legacy tokenizer, in the files that it saved, that nothing here needs.
+# Arguments in files of the legacy tokenizer that are ignored here.
 _LEGACY_ARGUMENTS = ("special", "min_freq", "max_size", "do_lower_case", "never_split")
 # Attributes of the legacy tokenizer, and what replaces them here.
 _RENAMED = {
@@ -77,7 +77,7 @@ _RENAMED = {
     "get_idx": "convert_tokens_to_ids",
     "counter": "collections.Counter over tokenize(text), as nothing is counted here",
 }
-# Text that the Moses rules, or WikiText, have split already.
+# Joiners of text that the Moses rules, or WikiText's, have split already.
 _JOINED = re.compile(" @[-,.]@ ")
 
 
@@ -88,19 +88,19 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         vocab_file (`str`, *optional*): a text file with one symbol a line, in the order of the ids.
         pretrained_vocab_file (`str`, *optional*): the legacy `vocab.pkl` (or `vocab.bin`), read without executing it.
         mode (`str`, *optional*): one of `"moses"`, `"whitespace"`, `"lm1b"`, `"characters"`, `"bytes"`. Defaults to
-            that of a `tokenizer_file` or `tokenizer_object`, else to `"moses"`. Of the two that split alike,
-            `"whitespace"` and `"lm1b"`, a tokenizer has the second where it puts a token on both sides of a text.
+            that of a `tokenizer_file` or `tokenizer_object`, else to `"moses"`. Of `"whitespace"` and `"lm1b"`, which
+            split alike, a given tokenizer has the second if it puts a token on both sides of a text.
         lower_case (`bool`, *optional*): lower-case the text (special tokens excepted). Defaults to what a
             `tokenizer_file` or `tokenizer_object` does, else to `False`.
-        unk_token (`str`, *optional*, defaults to `"<unk>"`): stands for what the vocabulary does not have. The default
-            becomes `"<UNK>"`, or none at all, where the vocabulary says so; without one, unknown text is an error.
+        unk_token (`str`, *optional*, defaults to `"<unk>"`): stands for symbols that the vocabulary lacks. The default
+            becomes `"<UNK>"` if the vocabulary has that instead, else none; without one, unknown text is an error.
         eos_token (`str`, *optional*, defaults to `"<eos>"`): end of a line. The default becomes none where the
             vocabulary has no such symbol.
         line_ends (`bool`, *optional*): in the modes `"moses"` and `"whitespace"`, read a line feed as `eos_token` and
             each line by itself, so that a text's ids are those of `encode_lines` over its lines. Defaults to what was
             saved, else to `False`: the legacy tokenizer drops line feeds.
         add_bos_token (`bool`, *optional*): begin every encoded text with `bos_token`. Defaults to what was saved, else
-            as `add_eos_token` in mode `"lm1b"`, and False in others.
+            as `add_eos_token` in mode `"lm1b"`, and `False` in others.
         add_eos_token (`bool`, *optional*): end every encoded text with `eos_token`. Defaults to what was saved, else
             to `False` (`True` in mode `"lm1b"`, whose texts also start with it).
         kwargs: as for any fast tokenizer, among them `tokenizer_file`, a tokenizer.json, and `tokenizer_object`, a
@@ -110,11 +110,10 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             `clean_up_tokenization_spaces` changes nothing in mode `"moses"`, whose text is always detokenised.
 
     Raises:
-        ValueError: an unknown mode or language, another `mode` or `lower_case` than that of a given tokenizer, or none
-            where its steps are of no mode, no vocabulary, a file that is damaged or no vocabulary, a pickle with
-            anything in it but data, added tokens with ids that leave a gap behind the vocabulary's or are not those
-            that it gives them, `line_ends` without an `eos_token` among the symbols, or an `unk_token` for a saved
-            tokenizer that is none of its symbols.
+        ValueError: an unknown mode or language; another `mode` or `lower_case` than a given tokenizer's, or no `mode`
+            where its steps are of none; no vocabulary, or a damaged file; a pickle with more than data; added tokens
+            whose ids leave a gap after the vocabulary or differ from those in it; `line_ends` without an `eos_token`
+            among the symbols; or an `unk_token` that a saved tokenizer's symbols lack.
     """
 
     vocab_files_names = {
@@ -157,7 +156,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             unk_token, eos_token = _defaults(unk_token, eos_token, mode, set(symbols))
             backend = _published_backend(symbols, mode, lower_case, unk_token, eos_token, kwargs)
         else:
-            # A tokenizer_object is the caller's, and steps are set below.
+            # A copy of `tokenizer_object`, because steps are set below.
             backend = Tokenizer.from_file(str(tokenizer_file)) if given is None else deepcopy(given)
             mode, lower_case = _steps_of(backend, mode, lower_case, tokenizer_file or "tokenizer_object")
             unk_token, eos_token = _defaults(unk_token, eos_token, mode, backend.get_vocab())
@@ -166,20 +165,20 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         if mode == "lm1b":
             kwargs.setdefault("bos_token", eos_token)
         kwargs.setdefault("pad_token", eos_token)
-        # Said, so that it is saved for other classes too.
+        # Set explicitly, so that it is saved for other classes too.
         kwargs.setdefault("padding_side", self.padding_side)
         is_new = backend.post_processor is None
         begins, ends = (mode == "lm1b",) * 2 if is_new else _added_around(backend)
         kwargs["add_eos_token"] = ends if add_eos_token is None else add_eos_token
-        # A sentence that begins with the mark ends with it.
+        # By default a mark at the beginning goes with one at the end, because lm1b's sentences have both.
         begins = kwargs["add_eos_token"] if begins and is_new else begins
         kwargs["add_bos_token"] = begins if add_bos_token is None else add_bos_token
-        # The decoder cleans up by itself, so that every reader of tokenizer.json decodes alike.
+        # False, because the decoder in tokenizer.json cleans up, so that every reader of the file decodes alike.
         kwargs["clean_up_tokenization_spaces"] = False
-        # As a `tokenizer_object` it would be copied, which takes as long as reading a large vocabulary.
+        # Not passed on as `tokenizer_object`, because a copy takes as long as reading a large vocabulary.
         self._tokenizer = backend
         super().__init__(mode=mode, lower_case=lower_case, unk_token=unk_token, eos_token=eos_token, **kwargs)
-        # Where it was loaded from is no property of the tokenizer, and of no interest where it is saved.
+        # Not saved, because the source of loading is no property of a tokenizer.
         for name in ("is_local", "local_files_only"):
             self.init_kwargs.pop(name, None)
 
@@ -209,16 +208,16 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         return super().__getattr__(name)
 
     def add_tokens(self, new_tokens, special_tokens: bool = False) -> int:
-        """As for any tokenizer; in mode `"moses"`, words are looked for as they are written."""
+        """As for any tokenizer; in mode `"moses"`, strings match words as they are written."""
         new_tokens = new_tokens if isinstance(new_tokens, list | tuple) else [new_tokens]
         if not special_tokens and "mode" in self.init_kwargs:
-            # A token that says so itself is looked for in the text as the rules change it.
+            # An AddedToken stays as it is, because its `normalized` decides the match.
             new_tokens = [as_written(token, self.mode) if isinstance(token, str) else token for token in new_tokens]
         return super().add_tokens(new_tokens, special_tokens=special_tokens)
 
     @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs) -> dict:
-        """Passes the files on to `__init__` as they are: it reads every format itself."""
+        """Passes the files on to `__init__` as they are, because that reads every format."""
         return kwargs
 
     @classmethod
@@ -237,7 +236,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             symbols (`Iterable[str]`): the vocabulary in the order of the ids, as the originals' `idx2sym`. In mode
                 `"bytes"` a symbol is a byte's decimal number, `"0"` … `"255"`. A `"characters"` vocabulary with `_`
                 and no space (text8) reads and writes a space as `_`; a `"bytes"` one without byte 10 (enwik8) skips
-                line ends: both as the originals' data has it.
+                line ends: both as in the originals' data.
             mode, lower_case, unk_token, eos_token, kwargs: as for the class.
 
         Raises:
@@ -280,8 +279,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         """A tokenizer with the symbols of a text, the most frequent first, ties in the order of first occurrence.
 
         The ids start with the special tokens: `eos_token` and every other one the text does not contain; a special
-        token that the text does contain (`<unk>` in PTB and WikiText) has the place its frequency gives it. This is
-        the originals' order.
+        token that the text does contain (`<unk>` in PTB and WikiText) is placed by its frequency. This is the
+        originals' order.
 
         Args:
             lines (`Iterable[str | list[str]]`): the text, line by line or in batches of lines. Line ends count in
@@ -289,7 +288,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             mode, lower_case: as for the class.
             min_freq (`int`, defaults to 0): leave out symbols that occur less often.
             max_size (`int`, *optional*): keep at most this many symbols of the text, special tokens that occur in it
-                among them; the others come on top.
+                included; others are additional.
             vocab_size (`int`, *optional*): the vocabulary's largest size, special tokens included.
             kwargs: as for the class. `unk_token` and `eos_token` default to `<unk>` and `<eos>` (`<UNK>` and `<S>` in
                 mode `"lm1b"`, none in the modes `"characters"` and `"bytes"`); `extra_special_tokens` are more,
@@ -345,7 +344,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             new_special_tokens (`list[str | AddedToken]`, *optional*): more special tokens.
             special_tokens_map (`dict[str, str]`, *optional*): new names for special tokens.
             min_freq (`int`, defaults to 0): leave out symbols that occur less often.
-            kwargs: what the new tokenizer has otherwise than this one, such as `model_max_length` or `mode`.
+            kwargs: arguments that differ from this tokenizer's, such as `model_max_length` or `mode`.
 
         Raises:
             ValueError: as for `train_from_iterator`.
@@ -357,7 +356,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         extra = [rename.get(token, token) for token in added] + [str(token) for token in new_special_tokens or ()]
         extra = [token for token in extra if token not in specials.values()]
         if "eos_token" in kwargs:
-            # Special tokens that were the same as the old one, such as pad_token, go with it.
+            # Special tokens equal to the old `eos_token`, such as `pad_token`, are dropped with it.
             specials = {name: token for name, token in specials.items() if token != specials["eos_token"]}
         kept = ("chat_template", "padding_side", "truncation_side", "model_max_length")
         options = {
@@ -372,7 +371,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             **{name: getattr(self, name) for name in kept},
         }
         if kwargs.get("mode", self.mode) != self.mode:
-            # Each mode says where texts and lines end, and which special tokens a text has that names none.
+            # Another mode has its own defaults for the ends of texts and lines, and for special tokens that are None.
             ends = ("line_ends", "add_bos_token", "add_eos_token")
             options = {name: value for name, value in options.items() if name not in ends and value is not None}
         return type(self).train_from_iterator(
@@ -381,13 +380,13 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
 
     @property
     def line_ends(self) -> bool:
-        """Whether a call reads a line feed as a token: the `eos_token` with which that was chosen, or was loaded."""
+        """Whether a call reads a line feed as a token: the `eos_token` when `line_ends` was set or loaded."""
         return _line_end(self._tokenizer) is not None
 
     @property
     def line_feed_id(self) -> int | None:
-        """The token that `decode` writes as a line feed where it skips special tokens: the `eos_token` that a call
-        reads for one, unless texts are padded with it.
+        """The token that `decode` writes as a line feed where it skips special tokens: the one that a call reads for a
+        line feed, unless texts are padded with it.
         """
         token = _line_end(self._tokenizer)
         return None if token in (None, self.pad_token) else self.convert_tokens_to_ids(token)
@@ -418,7 +417,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         Args:
             text (`str`): the text.
             pair (`str`, *optional*): a second text, whose symbols follow.
-            add_special_tokens (`bool`, defaults to `False`): add what `add_bos_token` and `add_eos_token` say.
+            add_special_tokens (`bool`, defaults to `False`): add the tokens of `add_bos_token` and `add_eos_token`.
             kwargs: as for a call.
 
         Raises:
@@ -430,8 +429,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         speller._tokenizer = spelling_backend(self._tokenizer)
         added = {index: str(token) for index, token in speller.added_tokens_decoder.items()}
         found = speller(text, pair, add_special_tokens=add_special_tokens, **kwargs).encodings[0]
-        # The piece of an added token may be in lower case or have white space around it. Tokens that are put before or
-        # behind a text have this tokenizer's ids.
+        # Added tokens by id, because their pieces may be in lower case or have white space around them. Pieces that
+        # are put around a text stay, because they have ids of this tokenizer, not of the speller.
         pieces = zip(found.tokens, found.ids, found.special_tokens_mask, strict=True)
         return [piece if is_put else added.get(index, piece) for piece, index, is_put in pieces]
 
@@ -460,7 +459,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             raise ValueError("add_eos=True needs an eos_token and this tokenizer has none")
         start = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         end = [self.convert_tokens_to_ids(line_end)] if add_eos else []
-        # Padding and truncation are the backend's state and survive a call that asked for them.
+        # Reset here, because padding and truncation are state of the backend that earlier calls leave.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         chunks = []
@@ -477,8 +476,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
     def encode_file(self, path, add_eos: bool | None = None) -> np.ndarray:
         """The ids of a UTF-8 text file, as `encode_lines` over its lines.
 
-        As `txl-prepare` reads a file, a byte-order mark is no part of it, and a carriage return ends a line as a line
-        feed does. Mode `"bytes"` has all bytes as they are, of a text in UTF-8 too.
+        As in `txl-prepare`, a byte-order mark is skipped, and a carriage return ends a line like a line feed. Mode
+        `"bytes"` keeps all bytes of the text, which must be UTF-8 too.
 
         Args:
             path (`str` or `os.PathLike`): the file.
@@ -517,7 +516,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
 
     @contextmanager
     def _reading(self, text) -> Iterator[None]:
-        """Warn of a text that was split before, and name a symbol that the vocabulary lacks."""
+        """Warn of text that was split before; raise a ValueError that names a symbol that the vocabulary lacks."""
         lines = [text] if isinstance(text, str) else text
         if self.mode == "moses" and any(isinstance(line, str) and _JOINED.search(line) for line in lines):
             logger.warning_once(
@@ -527,7 +526,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             )
         try:
             yield
-        except Exception as error:  # the library knows no other
+        except Exception as error:  # the library raises no other type
             if "Missing [UNK] token" not in str(error):
                 raise
             known = self._tokenizer.get_vocab()
@@ -545,7 +544,7 @@ def _check_keywords(call: Callable, keywords: Iterable[str]) -> None:
     """Raises ValueError for a keyword that is nearly one of ours. Others go to transformers, which keeps any name."""
     own = signature(call).parameters.keys() | signature(TransfoXLTokenizer.__init__).parameters.keys()
     for name in keywords:
-        # Any name may be that of a special token, `image_token`.
+        # Any `…_token` is allowed, because it may name a special token (`image_token`).
         if name not in own and not name.endswith("_token") and (near := get_close_matches(name, own, 1, 0.85)):
             raise ValueError(f"TransfoXLTokenizer.{call.__name__} has no keyword {name}; did you mean {near[0]}?")
 
@@ -584,10 +583,10 @@ def _check_added(backend: Tokenizer, added: dict[int, AddedToken], size: int) ->
 
 
 def _steps_of(backend: Tokenizer, mode: str | None, lower_case: bool | None, source) -> tuple[str, bool]:
-    """The mode and the case of a tokenizer that was given, by its steps, with which those that are named must agree.
+    """The mode and case of a given tokenizer, by its steps; a named mode or case that differs is a ValueError.
 
     Args:
-        source: where it is from, for the errors.
+        source: the tokenizer's origin, for the errors.
     """
     modes = modes_of(backend)
     is_marked = all(_added_around(backend)) and _line_end(backend) is None
@@ -611,7 +610,7 @@ def _steps_of(backend: Tokenizer, mode: str | None, lower_case: bool | None, sou
 
 
 def _set_unknown(backend: Tokenizer, unk_token) -> None:
-    """Has `unk_token` stand for what the vocabulary lacks; None: that is an error."""
+    """Set `unk_token` to stand for symbols that the vocabulary lacks; None: such symbols are an error."""
     name = "" if unk_token is None else str(unk_token)
     if name == (backend.model.unk_token or ""):
         return
@@ -624,22 +623,22 @@ def _set_unknown(backend: Tokenizer, unk_token) -> None:
 
 
 def _line_end(backend: Tokenizer) -> str | None:
-    """The token that a line feed becomes; None: white space, or a symbol like others."""
+    """The token that a line feed becomes; None: a line feed is white space, or a symbol like others."""
     if backend.normalizer is None:
         return None
     return backend.normalizer.normalize_str("a\na").removeprefix("a").removesuffix("a").strip() or None
 
 
 def _set_line_ends(backend: Tokenizer, mode: str, lower_case: bool, eos_token, line_ends: bool | None) -> None:
-    """Has line feeds become `eos_token` or not; None: as they are."""
+    """Set whether line feeds become `eos_token`; None: unchanged."""
     if line_ends is None or _line_end(backend) == (str(eos_token) if line_ends else None):
         return
     specials = [str(token) for token in backend.get_added_tokens_decoder().values() if token.special]
     if not line_ends:
         set_steps(backend, mode, lower_case, specials)
         return
-    # Added tokens are looked for in the raw text, where a line ends with a line feed and not with `eos_token`, which
-    # therefore has to be one of the symbols.
+    # `eos_token` must be one of the symbols, because added tokens are matched in the raw text, where a line ends with
+    # a line feed instead.
     known = eos_token is not None and backend.model.token_to_id(str(eos_token)) is not None
     if mode in LINE_END_MODES and not known:
         given = None if eos_token is None else str(eos_token)
@@ -648,7 +647,7 @@ def _set_line_ends(backend: Tokenizer, mode: str, lower_case: bool, eos_token, l
 
 
 def _added_around(backend: Tokenizer) -> tuple[bool, bool]:
-    """Whether a tokenizer puts a token before a text, and one behind it."""
+    """Whether a tokenizer puts a token before a text, and whether it puts one after it."""
     processor = backend.post_processor
     parts = [] if processor is None else json.loads(processor.__getstate__()).get("single", [])
     before, behind = parts[:1], parts[1:][-1:]
@@ -661,8 +660,8 @@ def _extra_tokens(extra: dict | list | tuple | None) -> list:
 
 
 def _defaults(unk_token, eos_token, mode: str, vocabulary) -> tuple:
-    """The special tokens `unk_token` and `eos_token`, whose default names are looked up in the vocabulary, so that one
-    without them keeps its size; other names are the user's word."""
+    """The special tokens `unk_token` and `eos_token`, whose default names become another name that the vocabulary has,
+    or None, so that no token is added to it; other names stay."""
 
     def default(token, names: tuple[str, ...]):
         if token is None or str(token) in vocabulary or str(token) != names[0]:

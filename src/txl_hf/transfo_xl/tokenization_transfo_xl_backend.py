@@ -18,7 +18,7 @@ WORD_MODES = (*LINE_END_MODES, "lm1b")
 MODES = (*WORD_MODES, "characters", "bytes")
 
 
-# Halves of a character in UTF-16, which a string of Python may have and no text in UTF-8.
+# UTF-16 surrogates, halves of a character, which a Python string may contain and UTF-8 may not.
 HALVES = re.compile("[\ud800-\udfff]")
 
 
@@ -66,7 +66,7 @@ def read_vocabulary(path: str | PathLike, name: str) -> list[str]:
     """The symbols of an old vocabulary in the order of the ids; `name` is a key of `VOCABULARY_READERS`.
 
     Raises:
-        ValueError: it cannot be read, or needs the package, which is not imported.
+        ValueError: the file cannot be read, or only by the package, which is not imported.
     """
     if name not in VOCABULARY_READERS:
         raise ValueError(
@@ -83,10 +83,10 @@ def check_mode(mode: str) -> None:
 
 
 def open_lines(path: str | PathLike, mode: str | None) -> TextIOBase:
-    """A UTF-8 text file, to be read line by line as a tokenizer of a mode has it (None: another kind of tokenizer).
+    """A UTF-8 text file, opened to be read line by line as a mode needs it (None: another kind of tokenizer).
 
-    A byte-order mark, which editors and Project Gutenberg put at the beginning, is no part of it, and a carriage
-    return ends a line as a line feed does. Mode `"bytes"` has all bytes as they are, and line feeds alone end lines.
+    A byte-order mark, which editors and Project Gutenberg put at the beginning, is skipped, and a carriage return ends
+    a line like a line feed. Mode `"bytes"` keeps all bytes, and line feeds alone end lines.
     """
     return open(path, encoding="utf-8" if mode == "bytes" else "utf-8-sig", newline=_newline(mode))
 
@@ -158,9 +158,9 @@ def build_backend(
 
 
 def as_written(token: str | AddedToken, mode: str | None) -> str | AddedToken:
-    """An added token that is looked for in a text as it is written, by the Moses rules, which change both.
+    """An added token that matches a text as it is written; in mode `"moses"`, whose rules change text and tokens.
 
-    The library would change it as a text of its own, `co.` to `co .`, which within another one stays `co.`.
+    The library would normalise the token as a text of its own, `co.` to `co .`, but within a text `co.` stays.
     """
     if mode != "moses":
         return token
@@ -173,15 +173,15 @@ def as_written(token: str | AddedToken, mode: str | None) -> str | AddedToken:
 def set_steps(
     backend: Tokenizer, mode: str, lower_case: bool, specials: list, line_end: str | None = None, last: Sequence = ()
 ) -> None:
-    """Sets how a text is changed before it is split, and by the Moses rules also where it is then split.
+    """Set the normalizer of a tokenizer, and in mode `"moses"` its pre-tokenizer, which has the special tokens.
 
     Args:
         backend, mode, lower_case, specials: as for `build_backend`.
         line_end: the symbol that a line feed becomes, in the modes of words; None: white space.
-        last: steps that come last.
+        last: normalizers after all others.
 
     Raises:
-        ValueError: the mode's texts have no lines, or the Moses rules would take `line_end` apart.
+        ValueError: the mode's texts have no lines, or the Moses rules would split `line_end`.
     """
     steps: list[normalizers.Normalizer] = [normalizers.Lowercase()] if lower_case else []
     if line_end is not None and mode not in LINE_END_MODES:
@@ -193,7 +193,7 @@ def set_steps(
         steps += moses_normalizers([] if lower_case else specials, line_end)
         backend.pre_tokenizer = moses_pre_tokenizer(specials, lower_case)
     elif mode in WORD_MODES:
-        # Four characters that Python, and so the originals, split at and `WhitespaceSplit` does not.
+        # Spaces for four characters at which Python, and so the originals, split and `WhitespaceSplit` does not.
         steps.append(normalizers.Replace(Regex("[\x1c-\x1f]"), " "))
         if line_end is not None:
             steps.append(normalizers.Replace("\n", f" {line_end} "))
@@ -202,7 +202,7 @@ def set_steps(
 
 
 def _pre_tokenizer(mode: str) -> pre_tokenizers.PreTokenizer:
-    """Where a mode splits a text without special tokens, which the Moses rules know from `set_steps`."""
+    """The pre-tokenizer of a mode, without special tokens, which `set_steps` adds to that of the Moses rules."""
     if mode == "moses":
         return moses_pre_tokenizer([], lower_case=False)
     if mode in WORD_MODES:
@@ -213,12 +213,12 @@ def _pre_tokenizer(mode: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), characters])
 
 
-# A letter of two bytes, a sign beside a letter, white space, a joiner of the Moses rules, and what they do not split.
+# A text that modes split differently: a two-byte letter, a sign beside letters, white space, a joiner, an apostrophe.
 _TELLTALE = "é+a @-@ it's"
 
 
 def modes_of(backend: Tokenizer) -> list[str]:
-    """The modes that split a text where a tokenizer does, `"whitespace"` and `"lm1b"` alike; none: it is another's."""
+    """The modes that split a text as a tokenizer does (`"whitespace"` and `"lm1b"` together); empty: none does."""
 
     def split(pre_tokenizer) -> list[str]:
         return [symbol for symbol, _ in pre_tokenizer.pre_tokenize_str(_TELLTALE)]
@@ -257,7 +257,7 @@ def split_symbols(backend: Tokenizer, text: str) -> list[str]:
 
 def spelling_backend(backend: Tokenizer) -> Tokenizer:
     """A tokenizer that splits a text as another does, and whose tokens are the symbols as they are written."""
-    # WordLevel gives its unknown token for every symbol that it lacks; Unigram, without a piece, the symbol itself.
+    # Unigram, because it returns unknown symbols unchanged, where WordLevel returns its unknown token.
     speller = Tokenizer(Unigram([("", 0.0)], unk_id=0))
     speller.normalizer, speller.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
     speller.post_processor = backend.post_processor
@@ -266,7 +266,7 @@ def spelling_backend(backend: Tokenizer) -> Tokenizer:
 
 
 def specials_pattern(specials: Iterable[str]) -> re.Pattern:
-    """A pattern whose `split` gives text and special tokens in turn, a longer special token before its beginning."""
+    """A pattern whose `split` gives text and special tokens in turn; longer special tokens match first."""
     longest_first = sorted(specials, key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
@@ -292,8 +292,7 @@ def count_symbols(lines, mode: str, lower_case: bool, specials: list[str]) -> Co
 
 
 def check_lines(lines) -> None:
-    """Raises ValueError where `lines` is one string, of which the items are characters, or a dict, of which they are
-    names."""
+    """Raises ValueError where `lines` is one string, whose items are characters, or a dict, whose items are keys."""
     if isinstance(lines, str):
         raise ValueError("lines is one string; pass its lines, for instance text.splitlines(keepends=True)")
     if isinstance(lines, Mapping):
@@ -304,7 +303,7 @@ def flatten(text) -> Iterator[str]:
     """The strings in a string, a batch of strings, a batch of batches …, in their order.
 
     Raises:
-        ValueError: something else is in it.
+        ValueError: an item is neither a string nor a batch.
     """
     if isinstance(text, str):
         yield text

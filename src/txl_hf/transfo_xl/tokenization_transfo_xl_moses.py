@@ -2,16 +2,16 @@
 
 The rules are those of the Moses scripts normalize-punctuation.perl, tokenizer.perl (English, aggressive dashes) and
 detokenizer.perl as the legacy tokenizer ran them. Moses rewrites the text dozens of times with captured groups; a
-`Replace` writes a constant, so each rule here says with look-arounds (or `\\K`, which keeps what was matched so far)
-where a space is inserted. Spaces matter only in that they part symbols, so rules that tidy them are left out.
+`Replace` writes a constant, so each rule here finds with look-arounds (or `\\K`, which keeps the match so far) where a
+space is inserted. Rules that tidy spaces are left out, because spaces only separate symbols.
 
-What differs from Moses: with `lower_case`, a special token in other letters (`<UNK>`) parted the text in two for it;
-here it is punctuation. Of five single letters parted by apostrophes and more, and of a hundred digits and signs before
-a word's last full stop but one, the far end is not looked at.
+Differences from Moses: with `lower_case`, Moses splits the text at a special token in other letters (`<UNK>`), which
+is punctuation here. Look-behinds read five single letters between apostrophes at most, and a hundred digits and signs
+before a word's penultimate full stop.
 
-Every rule reads a text in time that is proportional to its length, for a call cannot be interrupted: a look-behind has
-a bound; what reads on gives nothing back (`*+`), and starts at a run's beginning alone or ends where the next match
-may begin. Rules start with the character that they are for, which the library then finds fastest.
+Every rule takes time proportional to the text's length, because a call cannot be interrupted: look-behinds are
+bounded; repetitions are possessive (`*+`), and start at a run's beginning alone or end where the next match may begin.
+Rules start with the character that they change, because the library finds that fastest.
 """
 
 import re
@@ -128,30 +128,30 @@ def _by_length(words: str) -> list[list[str]]:
     return list(groups.values())
 
 
-# Steps are patterns and what replaces a match. Each line is a text of its own: `^` and `$` are its ends, and nothing
-# looks beyond a line feed.
+# Steps are (pattern, replacement). Each line is a text of its own: `^` and `$` are its ends, and no pattern reads
+# beyond a line feed.
 _BLANK = r"[^\S\n]"
 _SPACES = [
-    # A no-break space between digits is a decimal point, unless the digit before it served one already.
+    # A no-break space between digits is a decimal point, unless the digit before it belongs to the match before.
     ("[\x1c-\x1f]|\xa0(?<=[0-9]\xa0[0-9]\xa0)(?<![0-9]\xa0[0-9]\xa0[0-9]\xa0)(?=[0-9])", " "),
     (r"(?<=\d)\x{a0}(?=\d)", "."),
 ]
 _STRIPPED_LINES = [(rf"^{_BLANK}++|(?<!{_BLANK}){_BLANK}++$", "")]
 _PUNCTUATION = [
-    # Two plain apostrophes make a quote that stays where it is, other pairs one that may move.
+    # Two plain apostrophes become a quote that stays in place, other pairs a quote that a later rule may move.
     ("[`']{2}", ' " '),
     ("´|‘|‚|’|`", "'"),
     ("''|„|“|”|«\xa0?|\xa0»\xa0|»", '"'),
     ("–", "-"),
     ("—", " - "),
     ("…", "..."),
-    # A quote stands after the commas and full stops that follow it.
+    # A quote moves behind the commas and full stops that follow it.
     ('"(?=[,.])', _MARK),
     (_MARK + r"[,.]+\K", '"'),
     (f"[\x00-\x08\r\x0e-\x1b]|{_MARK}", ""),
 ]
 _JOINERS = [
-    # A written `@-@` is no joiner.
+    # Split first, because a `@-@` in the text is no joiner.
     ("@(?=[-,.]@)", "@ "),
     (f"(?<=[{_AN}])-(?=[{_AN}])", " @-@ "),
 ]
@@ -172,7 +172,7 @@ _APOSTROPHES = [
         rf"|(?<=[^{_AN}\n]')(?=[{_A}])|(?<=[{_A}]')(?=[^{_A}\n]))",
         " ' ",
     ),
-    # Of `x'y'z` Moses sees the first, since `y` is taken.
+    # In `x'y'z` Moses splits at the first apostrophe alone, because the match consumes `y`.
     (
         rf"'(?:(?<=[{_A}]')(?=[{_A}])(?:(?<!{_X}{_X})|(?<={_X}{_X}{_X})(?<!{_X}{_X}{_X}{_X})|(?<={_X}{_X}{_X}{_X}{_X}))"
         rf"|(?<=[{_D}]')(?=s))",
@@ -213,7 +213,7 @@ def moses_normalizers(specials: list, line_end: str | None) -> list:
 
     Args:
         specials: special tokens, which stay whole in other letters too (`<UNK>`); none where the text is lower-cased.
-        line_end: what a line feed becomes, and lines are read each by itself; None: a space.
+        line_end: the symbol that a line feed becomes, each line a text of its own; None: a line feed is a space.
     """
     names = _protected_names(specials)
     # To the rules, a special token in other letters is a word: its brackets count as letter and digit.
@@ -239,10 +239,10 @@ def _protected_names(specials: list) -> str:
 
 
 def moses_pre_tokenizer(specials: list, lower_case: bool):
-    """The step that takes the symbols out of a text whose spaces are set.
+    """The step that splits a text whose spaces are set into symbols.
 
-    Moses keeps special tokens whole however they are capitalised; lower-cased, they stand by themselves. Any other
-    character that is neither of a word nor white space is a symbol, but for the joiners made above.
+    Special tokens stay whole in any capitalisation; with `lower_case` they are words of their own. Any other character
+    that is neither of a word nor white space is a symbol, except in the joiners made above.
     """
     protected = f"<(?i:{_protected_names(specials)})>"
     word = f"{protected}|[{_WORD}]+" if lower_case else f"(?:[{_WORD}]|{protected})+"
@@ -287,8 +287,8 @@ def moses_decoder(symbols: list[str], outside: list[str]):
     """The steps that make prose of symbols.
 
     Args:
-        symbols: the vocabulary, whose quotes of more than one character each pair by themselves.
-        outside: special tokens that are not in it, and others that were added to it.
+        symbols: the vocabulary; each of its quotes of several characters pairs with its own kind.
+        outside: special and added tokens outside the vocabulary.
     """
     # The text is ` word word … word `. A token from outside the vocabulary stands between borders: the legacy
     # tokenizer detokenised the stretches between such tokens one by one.
@@ -314,7 +314,7 @@ def moses_decoder(symbols: list[str], outside: list[str]):
     no_space = "|".join(
         [
             rf" (?=[,.?!:;\\%}}\])]+ |'[{letter}]|[{_QUOTE}]+{_MARK} )",
-            # Without a bound, each look back would go as far as the text's beginning.
+            # Bounded, because each look-behind would otherwise read to the text's beginning.
             rf"(?<= [{currency}]{{1,99}}| [{_QUOTE}]{{1,99}}) ",
             rf"(?<=[{_CJK}]) (?=[{_CJK}])",
         ]
@@ -324,7 +324,7 @@ def moses_decoder(symbols: list[str], outside: list[str]):
         decoders.Replace(_MARK, ""),
         decoders.Replace(Regex(rf"(?<! ) *+{_BORDER}[ {_BORDER}]*+"), _BORDER),
         decoders.Replace(Regex(rf"\A[ {_BORDER}]+|(?<![ {_BORDER}])[ {_BORDER}]++\z"), ""),
-        # At the end of a text, too: a streamer has then shown what the next word only adds to.
+        # At the end of a text too, so that the next word only adds to what a streamer has shown.
         decoders.Replace(Regex(r" @,@(?: |\z)"), ","),
         decoders.Replace(Regex(r" @\.@(?: |\z)"), "."),
         decoders.Replace(_BORDER, " "),
