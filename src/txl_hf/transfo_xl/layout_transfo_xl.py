@@ -120,8 +120,7 @@ class TransfoXLLayoutModel(PreTrainedModel):
     _keys_to_ignore_on_load_unexpected = NOT_WEIGHTS
 
     def __init__(self, config: TransfoXLConfig, *args, **kwargs):
-        # transformers finds the layout by `model_type`: a file's may differ from the class's, a derived class's has
-        # none.
+        # transformers finds the layout by `model_type`: a file's may differ, and a derived class's has none yet.
         config.model_type = own = type(config).model_type
         if get_checkpoint_conversion_mapping(own) is None:
             layout = get_checkpoint_conversion_mapping(TransfoXLConfig.model_type)
