@@ -1,4 +1,4 @@
-"""The card that `TransfoXLTrainer` writes of its model, and what lies beside the weights that it pushes."""
+"""The card that `TransfoXLTrainer` writes of its model, and the files that it pushes beside the weights."""
 
 import shutil
 from dataclasses import replace
@@ -20,7 +20,7 @@ from ..evaluation.cards import (
 from ..files import name_of
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
 
-# The heading in Trainer's own card from which on it is copied into ours, to its end.
+# Trainer's own card is copied into ours from this heading to its end.
 PROCEDURE = "\n## Training procedure\n"
 
 
@@ -37,7 +37,7 @@ def create_model_card(
     dataset: str | list[str] | None = None,
 ) -> None:
     """Write the package's card to the output directory of a TransfoXLTrainer, in place of any other, with the training
-    procedure as Trainer's own card describes it. Its results are the evaluations of the model as it is now.
+    procedure from Trainer's own card. Its results are the evaluations of the current weights.
 
     Args:
         model: the trainer's, unwrapped.
@@ -54,7 +54,7 @@ def create_model_card(
     repository = trainer.hub_model_id or name
     on_hub, called = _as_list(dataset_tags), _as_list(dataset)
     base_model = finetuned_from or base_model_of(model, repository).get("base_model")
-    # It looks the licence up, under a name that is never empty: by default it takes that of the folder.
+    # `from_trainer` looks up the licence by a name, whose default, the folder's, may be empty.
     summary = TrainingSummary.from_trainer(trainer, license=license, model_name=name, finetuned_from=base_model)
     results = card_results(trainer, next(iter(on_hub or called), "evaluation text"))
     if called:
@@ -104,8 +104,8 @@ def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def complete_push(trainer: Any, model: TransfoXLLayoutModel, checkpoint: str) -> None:
-    """Before the first push put the code that loads a model beside the weights that Trainer copies from a checkpoint,
-    and a card in place of none or of a generated one.
+    """Before the first push copy the model's code to the output directory, beside the weights that Trainer copies from
+    a checkpoint, and write a card unless the user wrote one.
 
     Args:
         trainer: whose output directory is pushed. model: its model, unwrapped. checkpoint: the folder.
@@ -121,7 +121,7 @@ def complete_push(trainer: Any, model: TransfoXLLayoutModel, checkpoint: str) ->
 
 
 def _tokenizer(trainer: Trainer) -> dict[str, Any]:
-    """For a card, that there is a tokenizer where the Trainer saves one; otherwise the folder tells."""
+    """`tokenizer=True` for a card if the Trainer saves a tokenizer; otherwise the folder is searched."""
     return {} if trainer.processing_class is None else {"tokenizer": True}
 
 
