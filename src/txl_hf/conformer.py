@@ -95,7 +95,7 @@ def _conformer(
 def _fastspeech(
     self: Any, names: Names, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The same with a mask of keys, (B, 1, K), 0 where they are padding."""
+    """`_conformer` with a mask of keys, (B, 1, K), 0 where they are padding."""
     if attention_mask is not None:
         attention_mask = (attention_mask != 0)[:, None].expand(-1, -1, hidden_states.shape[1], -1)
     return _conformer(self, names, hidden_states, attention_mask, **kwargs)
@@ -119,7 +119,7 @@ def _xlnet(
         of_segment = torch.einsum("ibnd,snd->ibns", q_head + self.r_s_bias, self.seg_embed) * self.scale
         score_bias = torch.einsum("ijbs,ibns->bnij", seg_mat, of_segment)
     if attn_mask is not None:
-        # As XLNet hides: added, so that a query that sees nothing has its gradients.
+        # The mask is added to the scores, as in XLNet, so that a query without keys has the same gradients.
         hiding = attn_mask.permute(2, 3, 0, 1) * (-65500 if attn_mask.dtype == torch.float16 else -1e30)
         score_bias = hiding if score_bias is None else score_bias + hiding
     p = self.dropout.p if self.training else 0.0
@@ -145,7 +145,7 @@ WAV2VEC2 = Names(
     dropout=lambda module: module.dropout.p,
 )
 FASTSPEECH = Names(WAV2VEC2.projections, WAV2VEC2.biases, "pos_emb", "head_dim", dropout=WAV2VEC2.dropout)
-# transformers' classes by name, so that a version without one of them needs nothing: the method, ours, and its names.
+# transformers' classes by name, because a version may lack some: the method, our function, and its names.
 SUPPORTED: dict[str, tuple[str, Callable[..., Any], Names | None]] = {
     "ParakeetEncoderAttention": ("forward", _conformer, PARAKEET),
     "NemotronAsrStreamingEncoderAttention": ("forward", _conformer, PARAKEET),
@@ -158,7 +158,7 @@ SUPPORTED: dict[str, tuple[str, Callable[..., Any], Names | None]] = {
 
 
 class RelativeMethod:
-    """A method of one module of attention, in place of its class's own; a copy of the module has its class's own."""
+    """Replaces a method of one module of attention; a copy of the module has the method of its class."""
 
     def __init__(self, module: nn.Module):
         self.module = module

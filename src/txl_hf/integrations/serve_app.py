@@ -32,13 +32,13 @@ from .serve_fields import ChatRequest, CompletionRequest, ModelRequest, TextRequ
 
 # Requests that are answered at a time, by turns.
 REPLIES = 4
-# Bytes of a request beyond which its prompt waits for those of other such requests to be tokenised.
+# Prompts of requests with more bytes are tokenised one at a time.
 LONG = 20_000
-# Tokens of a reply where the request does not say.
+# Most tokens of a reply if the request sets no number.
 USUAL_TOKENS = 1024
 # Tokens of a prompt at most for a model without memory, which reads the whole text for each new one.
 WITHOUT_MEMORY = 4096
-# Below it scores divided by the temperature overflow 32 bits, and sampling draws the likeliest token alone anyway.
+# Below this, scores divided by the temperature overflow fp32, and sampling only draws the likeliest token anyway.
 LOWEST_TEMPERATURE = 1e-30
 # Seconds between two checks of whether a client is still connected.
 CHECK_EVERY = 0.1
@@ -83,7 +83,7 @@ class Server:
 
     async def read(self, request: Request) -> bytes:
         """The body of a request. Raises HTTPException for one that is too long, too slow, or no JSON by its header."""
-        # A page from elsewhere cannot send JSON unless CORS lets it.
+        # A page of another origin cannot send JSON unless CORS allows it.
         if "json" not in request.headers.get("content-type", ""):
             raise HTTPException(415, "the request needs the header Content-Type: application/json")
         body, most = bytearray(), self.options.max_body * 2**20
@@ -179,7 +179,7 @@ class Answer:
             await writing
             if not self.reply.tokens:
                 seconds = f"{self.server.options.max_seconds:g} s"
-                # No 5xx, after which OpenAI's client would send it again.
+                # 400, because OpenAI's client repeats a request after a 5xx.
                 raise HTTPException(400, f"the prompt was not read within {seconds}, or before the server closed")
         finally:
             self.is_gone.set()
