@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
             convert(arguments)
     except KeyboardInterrupt:
         return fail("interrupted")
-    # Any error of a damaged or hostile file is one line, not a traceback.
+    # A damaged or hostile file ends in one line, without a traceback, whatever the error is.
     except Exception as error:
         known = isinstance(error, ConversionError | ValueError | OSError)
         return fail(str(error) if known else f"{type(error).__name__}: {error}")
@@ -97,7 +97,7 @@ def say(text: str) -> None:
 
 
 def convert(arguments: argparse.Namespace) -> None:
-    """Convert as `arguments`, of `parse_arguments`, say. Raises ConversionError or what reading and writing raise."""
+    """Convert by the `arguments` of `parse_arguments`. Raises ConversionError and errors of reading and writing."""
     family = FAMILIES[arguments.family]
     check_paths(arguments.output, arguments.checkpoint, family)
     checkpoint = family.read(arguments.checkpoint, arguments.corpus)

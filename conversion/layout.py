@@ -29,7 +29,7 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 END_OF_TEXT = ("<eos>", "<S>")
 UNKNOWN = ("<unk>", "<UNK>")
 
-# The model's class by what is above the layers: the language model's softmax, a classifier's matrix, or nothing.
+# The model's class by the part above the layers: the language model's softmax, a classifier's matrix, or nothing.
 MODELS: dict[str, type[TransfoXLPreTrainedModel]] = {
     "softmax": TransfoXLForCausalLM,
     "classifier": TransfoXLForSequenceClassification,
@@ -43,7 +43,7 @@ class ConversionError(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """One tensor of an original checkpoint: `read` fetches it, `name` is what the original calls it.
+    """One tensor of an original checkpoint: `read` fetches it, `name` is its name in the original.
 
     Sources with the same `place`, unless that is None, are the same memory.
     """

@@ -44,7 +44,7 @@ DICTIONARY = "dictionary.pkl"
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     """Return the `Checkpoint` at `checkpoint`, a prefix such as `REMI-tempo-checkpoint/model`, or its folder.
 
-    `corpus` is the dictionary of events, dictionary.pkl, where it does not lie beside the checkpoint. Raises
+    `corpus` is the dictionary of events, dictionary.pkl, if it is not beside the checkpoint. Raises
     ConversionError, TensorBundleError or UnsafePickleError.
     """
     prefix = find_prefix(Path(checkpoint))

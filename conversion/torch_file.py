@@ -1,4 +1,4 @@
-"""The tensors in files of `torch.save`, read one at a time and without running what the files say.
+"""The tensors in files of `torch.save`, read one at a time and without running the pickles.
 
 `txl_hf.legacy.unpickle` has the machine that runs pickles; this one also knows tensors and their storages. Tensors
 are not read until `StoredTensor.read` asks for them.
@@ -97,7 +97,7 @@ class StorageFile:
         return data
 
     def map(self) -> mmap.mmap:
-        """Return the file as a mapping, for bytes that lie far from one another."""
+        """Return the file as a mapping, for bytes that are far apart."""
         with self.path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -128,11 +128,11 @@ class StoredTensor:
 
     @property
     def place(self) -> tuple:
-        """Two tensors of one file with equal places are the same memory."""
+        """A key of the tensor's memory: two tensors of one file with equal places are the same memory."""
         return (self.storage.key, self.storage.first + self.offset, self.shape, self.stride)
 
     def read(self) -> torch.Tensor:
-        """Return the tensor, contiguous, in memory of its own that is as large as the tensor.
+        """Return a contiguous copy of the tensor, no larger than the tensor.
 
         Raises UnsafePickleError if the file has not enough bytes for it, or damaged ones.
         """
@@ -186,7 +186,7 @@ def _size(machine: Machine, sizes: Any = ()) -> tuple:
 
 
 class _TorchMachine(Machine):
-    """Also builds tensors, whose storages are in `file`."""
+    """A machine that also builds tensors, whose storages are in `file`."""
 
     builders: dict[str, Callable] = Machine.builders | {
         "torch.Size": _size,

@@ -86,7 +86,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConversionError(f"{path} is no JSON: {error}") from None
     if not isinstance(written, dict) or written.get("model_type", "transfo-xl") != "transfo-xl":
         raise ConversionError(f"{path} is of another model; expected model_type transfo-xl")
-    # Not copied: fields on the code and library of the old folder, and those that are written anew.
+    # Not copied: fields on the code and library of the old folder, which are written anew.
     for name in ("auto_map", "quantization_config", "architectures", "transformers_version", "trainer_compatible"):
         written.pop(name, None)
     try:

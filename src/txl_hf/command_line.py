@@ -83,7 +83,7 @@ def interrupted_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the command with one line and status 1 for what its user can mend: values, files, a package to install."""
+    """End the command with one line and status 1 for errors that a user can mend: values, files, missing packages."""
     try:
         yield
     except KeyboardInterrupt:

@@ -123,7 +123,7 @@ def _xlnet(
         hiding = attn_mask.permute(2, 3, 0, 1) * (-65500 if attn_mask.dtype == torch.float16 else -1e30)
         score_bias = hiding if score_bias is None else score_bias + hiding
     p = self.dropout.p if self.training else 0.0
-    # The first row is of distance K, which no pair has.
+    # The first row is left out, because no pair has its distance K.
     rows, biases = k_head_r[1:].transpose(0, 1), (self.r_w_bias, self.r_r_bias)
     attended = _attend(query, key, value, rows, biases, p > 0, scaling=self.scale, score_bias=score_bias, dropout=p)
     return attended.transpose(0, 1)
@@ -215,7 +215,7 @@ def _has_relative_attention(module: nn.Module) -> bool:
 
 
 def restore_attention(model: Model) -> Model:
-    """Undo `use_relative_attention`, in place, and return the model; one without it stays as it is."""
+    """Undo `use_relative_attention`, in place, and return the model; other models do not change."""
     for module in model.modules():
         for name in ("forward", "rel_attn_core"):
             if isinstance(vars(module).get(name), RelativeMethod):

@@ -88,7 +88,7 @@ def options_that_differ(before: Mapping[str, Any], today: Mapping[str, Any]) -> 
 def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
     """An empty folder to fill, which is renamed to `path` at the end and replaces it. Its parents are made.
 
-    It has the name of `path`, for writers that put that into what they write, as model cards do.
+    It has the name of `path`, for writers that put the folder's name into files, as model cards do.
     """
     path = Path(path)
     aside = path.with_name(f"{UNFINISHED_PREFIX}-{os.getpid()}-{path.name}")
@@ -103,14 +103,14 @@ def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def move_into_place(written: Path, final: Path) -> None:
-    """Bring a file or folder to the disk and rename it, in place of what has that name.
+    """Sync a file or folder to the disk and rename it, in place of a file or folder of that name.
 
     A folder cannot replace another in one operation: for a moment neither has the name. The old one stays beside the
     new one until the new one has it.
     """
     sync(written)
     if written.is_dir() and final.is_symlink():
-        # The link is replaced, not the folder that it leads to.
+        # The link is replaced, not its target.
         final.unlink()
     if written.is_dir() and final.is_dir():
         replaced = Path(tempfile.mkdtemp(prefix=f"{UNFINISHED_PREFIX}-replaced-", dir=final.parent))
@@ -129,7 +129,7 @@ def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
         yield
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
-            # A failed write has no file name.
+            # The OSError of a failed write has no file name.
             error.filename = error.filename or os.fspath(folder)
             raise
         if not any(words in str(error) for words in _REFUSED_WRITES):
@@ -169,7 +169,7 @@ def sync(path: Path) -> None:
 
 def _sync_one(path: Path) -> None:
     if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folders.
+        return  # Windows cannot open folders.
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -48,7 +48,7 @@ def set_fused_forward(
 
     Args:
         temperature: of the distributions. in_fp32: compute them in fp32, whatever parameters and autocast are.
-        autocast: the context of the fused computations, as the accelerator has it.
+        autocast: the accelerator's context for the fused computations.
     """
 
     # `generate` reads in the signature which arguments it may pass.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 SPLITS = ("train", "validation", "test")
-# Lines that are read, counted or tokenised together.
+# Number of lines that are read, counted or tokenised at once.
 LINES = 4096
 
 # Suffixes of plain text, of packed files, of archives and of records (with their reader in datasets), and the words in
@@ -247,7 +247,7 @@ def matches(folder: Path, pattern: str) -> list[Path]:
 
 
 def wanted(convention: Convention) -> str:
-    """The files that a corpus is distributed as, for an error."""
+    """The files in which a corpus is distributed, for an error."""
     forms = [", ".join(dict.fromkeys(layout)) for layout in convention.layouts]
     if convention.whole == "*":
         forms = ["one text file", "a folder of them"]
@@ -454,7 +454,7 @@ def useful_processes(pieces: int, num_proc: int) -> int | None:
 
 
 def cut(text, convention: Convention) -> dict:
-    """A text in 90, 5 and 5 %: of 100,000,000 bytes 90 M, 5 M and 5 M."""
+    """A text cut into 90, 5 and 5 %: of 100,000,000 bytes 90 M, 5 M and 5 M."""
     held_out = len(text) // 20
     if held_out == 0:
         unit = "bytes" if convention.stream else "line(s)"

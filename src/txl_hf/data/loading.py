@@ -189,7 +189,7 @@ def fill_special_tokens(
     `generate` without an `attention_mask` would mask it in a prompt.
 
     Args:
-        config: of a model or of its generation; fields that are set stay.
+        config: configuration of a model or of its generation; fields that are set do not change.
         tokenizer: one of transformers or of MidiTok.
         document_end: the token that ends each document of the training text, if one does.
     """

@@ -1,4 +1,4 @@
-"""Memories as files: a text is read once, and any later process goes on from there.
+"""Memories as files: a text is read once, and any later process continues from its memory.
 
 A file is safetensors: the tensors of `mems`, or those of a `MemoryCache` or `StaticMemoryCache`. Its metadata hold the
 format's version, the model's name and fingerprint, the counts of a cache, and the SHA-256 of all contents.
@@ -45,7 +45,7 @@ class HeldCache(NamedTuple):
 
     Attributes:
         kind: the name of its class.
-        counts: `mem_len`; `length`, the number of keys that it has read, those of a memory before the text included;
+        counts: `mem_len`; `length`, the number of keys that it has read, with those of a memory before the text;
             `initial_length` and `projected`, as in `DecodingState`.
         tensors: `keys.i` and `values.i` of each layer, (B, H, n, Dh) with n ≤ M, in order of time; `mask`, (B, n)
             bool, if some are not real; `padding` as in `DecodingState`, if there is any.

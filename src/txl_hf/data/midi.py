@@ -26,7 +26,7 @@ MIDI_SUFFIXES = (".mid", ".midi", ".kar")
 DRUM_CHANNEL = 9
 # Column of compound tokens; plain tokens are in `token_ids`.
 EVENTS = "events"
-# Time steps of a quarter note in fingerprints, of which triplets and 32nd notes take whole numbers.
+# Time steps of a quarter note in fingerprints; triplets and 32nd notes take a whole number of them.
 COMPARED = 24
 # Longest piece, in quarter notes: a damaged time is read as centuries, and MidiTok would write a token for each bar.
 LONGEST = 100_000
@@ -35,7 +35,7 @@ TOKENIZER_FILE = "tokenizer.json"
 FILES = 64
 # Most program changes that are copied into other tracks, which takes a second.
 MOST_JOINED = 1_000_000
-# The first bytes of a program change and of a note, of any channel but that of drums.
+# First bytes of a program change and of a note, on any channel except that of drums.
 PROGRAM_CHANGE = re.compile(rb"[\xc0-\xc8\xca-\xcf](?=[\x00-\x7f])")
 NOTE = re.compile(rb"[\x90-\x98\x9a-\x9f](?=[\x00-\x7f])")
 # A key signature with more sharps or flats than there are, which mido refuses and symusic reads.
@@ -245,7 +245,7 @@ def read_score(path: Path) -> "Score":
         # A missing package is not reported as a damaged file.
         raise
     except Exception as error:
-        # symusic raises RuntimeError, ValueError and whatever its C++ binding translates.
+        # symusic raises RuntimeError, ValueError and errors that its C++ binding translates.
         raise ValueError(" ".join(str(error).split())) from None
     if score.ticks_per_quarter <= 0:
         raise ValueError(f"it has {score.ticks_per_quarter} ticks per quarter note")

@@ -33,8 +33,8 @@ carriage returns and a byte-order mark are bytes like others; otherwise `\\r\\n`
 mark is no part of the text. Its vocabulary begins with `<eos>`, `<unk>` and `<pad>`.
 
 `--dataset` is a data set on the Hub, a folder of one, or a file of records (`.jsonl`, `.csv`, `.tsv`, `.parquet`), and
-`--column` the name of its texts. The words in the names of its splits say which part they are, as those of files do;
-one that has `train` alone is cut.
+`--column` the name of its texts. A word in the names of its splits says which part they are, as in names of files; a
+data set that has `train` alone is cut.
 
 `--corpus midi` is a folder with MIDI files, however nested, as tokens of MidiTok: REMI, or with `--tokens compound`
 compound words, each an event of several attributes. `--bpe SIZE` joins tokens that often follow one another, and

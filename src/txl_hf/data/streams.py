@@ -45,7 +45,7 @@ class TokenStream(Dataset):
         ext_len: extended context ≥ 0; S with half losses. With memory it must be the model's `config.ext_len`, which
             keeps tokens that are read again out of the memory.
         varlen_seed: seed of segment lengths that vary: L is normal with deviation 5 around S, or around S / 2 in one
-            step of twenty, within [5, S + 15], and of what is left at the end. None: L = S.
+            step of twenty, within [5, S + 15]; the last ends with the text. None: L = S.
         document_end: where documents end in the text: the token that each ends with, or the places behind their last
             tokens in ascending order. Items then have `resets`, (e + L,) bool, True where a document begins. A
             document's first token is still a label, of the last token before it. None: the text is one document.
@@ -85,7 +85,7 @@ class TokenStream(Dataset):
         self.varlen_seed = varlen_seed
         self.document_end = check_document_end(document_end, len(token_ids))
         self.documents = describe_document_end(self.document_end)
-        # The very last token is a label only.
+        # The last token of the text is a label only.
         labels = len(token_ids) - 1
         self._stream_length, longer = divmod(labels, batch_size)
         shortest = 1 if keep_remainder or varlen_seed is not None else segment_length
@@ -95,7 +95,7 @@ class TokenStream(Dataset):
                 f"the text has {len(token_ids)} tokens, but batch_size={batch_size} streams{segment} need "
                 f"{batch_size * shortest + 1}"
             )
-        # The first `longer` streams are one token longer than the others.
+        # With a remainder, the first `longer` streams are one token longer than the others.
         self._longer = longer if keep_remainder else 0
         longest = self._stream_length + (self._longer > 0)
         # Where the segments end. With a remainder, the last may end behind the text.

@@ -35,7 +35,7 @@ LINE_FEED = 10
 
 
 def encode_lines(tokenizer: PreTrainedTokenizerBase, lines: Iterable[str]) -> np.ndarray:
-    """The ids of lines, one after the other; with `eos_token` after each where `ends_lines` says so.
+    """The ids of lines, one after the other; with `eos_token` after each line if `ends_lines` is True.
 
     Args:
         tokenizer: a `TransfoXLTokenizer`, or any other of transformers.
@@ -116,7 +116,7 @@ def document_end_token(tokenizer: Any, token: str) -> int:
     """
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else tokenizer.vocab
     if getattr(tokenizer, "mode", None) == "bytes":
-        # The token may be given as the vocabulary has it, by the byte's number ("10"), or as the character itself.
+        # The token may be given as in the vocabulary, by the byte's number ("10"), or as the character itself.
         vocabulary = {symbol: index for index, symbol in enumerate(tokenizer.symbols)}
         vocabulary |= {chr(byte): vocabulary[str(byte)] for byte in range(128) if str(byte) in vocabulary} | vocabulary
     if token not in vocabulary:

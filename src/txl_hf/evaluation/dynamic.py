@@ -123,7 +123,7 @@ class DynamicEvaluation:
             Diverged: a loss, or a logit after the text, is not finite.
         """
         if isinstance(token_ids, Tensor):
-            # A prompt of `generate` is on the model's device.
+            # Moved to the CPU, because a prompt of `generate` is on the model's device.
             token_ids = token_ids.cpu()
         text = open_text(model, token_ids, Reading(segment_length, MemoryLengths(memory_length), progress=progress))
         with adapting(model, self, text) as adaptation:
@@ -173,7 +173,7 @@ class GradientStatistics:
         """Statistics of a training text, read with the lengths and streams of the later readings.
 
         Args:
-            model, token_ids, …: all as in `evaluate_language_model`. The weights stay as they are.
+            model, token_ids, …: all as in `evaluate_language_model`. The weights do not change.
             parameters: as in `DynamicEvaluation`. None: statistics of all, which serve any.
 
         Raises:
@@ -292,13 +292,13 @@ class Adaptation:
 
     @torch.no_grad()
     def restore(self):
-        """Give all parameters the values that they had when this was made."""
+        """Restore the initial values of all parameters."""
         for parameter, start in zip(self._parameters, self._start, strict=True):
             parameter.copy_(start)
         torch.clear_autocast_cache()
 
     def _read(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
-        """As `Reader.losses`, with the losses of all labels, those of a warm-up too."""
+        """As `Reader.losses`, with the losses of all labels, also in a warm-up."""
         # The memory is hidden states, because projected keys and values would be of earlier weights.
         reader = Reader(self._model, text.reading, projected=False)
         for segment in text.segments(device_of(self._model)):

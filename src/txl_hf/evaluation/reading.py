@@ -274,7 +274,7 @@ class Reader:
         # Targets are sorted before the layers run, so that the host does not wait for the counts of targets by bin.
         by_bin = self.model.lm_head.sort_targets(targets.flatten())
         states = [self.read(segment) for segment in segments]
-        # `cat` of one tensor makes a copy.
+        # A single tensor is not passed to `cat`, which would copy it.
         predicting = (states[0] if len(states) == 1 else torch.cat(states, dim=1)).flatten(0, 1)
         with self._autocast():
             losses = self.model.lm_head(predicting, targets.to(predicting.device).flatten(), by_bin=by_bin)

@@ -256,7 +256,7 @@ def find_document_end(options: argparse.Namespace, text: TokenisedText) -> int |
 
 
 def check_statistics(tokens: int, train: TokenisedText) -> None:
-    """Raise a ValueError where the statistics are to be taken from more than the training text."""
+    """Raise a ValueError if the statistics would need more tokens than the training text has."""
     if tokens > len(train.token_ids):
         raise ValueError(f"--statistics {tokens} is more than the training text has: {len(train.token_ids)}")
 

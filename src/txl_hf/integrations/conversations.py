@@ -14,7 +14,7 @@ from ..data.memory_files import HeldCache
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
-# Replies of up to this many tokens are decoded after each token, those of up to twice as many after every second, …
+# Replies of up to this many tokens are decoded after each token, of up to twice as many after every second, …
 DECODED_AT_EVERY_TOKEN = 256
 
 
@@ -33,7 +33,7 @@ class Conversations:
         self.model, self.limit = model, limit
         self.start = None if start is None else HeldCache.of(start)
         if self.start is not None:
-            # Tokens of `start` lie before the texts and do not count in their lengths.
+            # Tokens of `start` are before the texts and do not count in their lengths.
             self.start.counts["initial_length"] = self.start.counts["length"]
         self.devices = [model.device] if model.device.type == "cuda" else []  # besides the CPU
         self.turns = Turns()
@@ -48,11 +48,11 @@ class Conversations:
         stopping_criteria: Sequence[StoppingCriteria] = (),
         **kwargs,
     ) -> Tensor:
-        """The model's `generate`, of one row and one beam: (1, L) tokens and those written behind them.
+        """The model's `generate`, of one row and one beam: (1, L) tokens and the tokens of the reply.
 
         Args:
             input_ids: (1, L), L ≥ 1, none of it padding.
-            is_over: whether to stop now, with what has been written; called between segments and between tokens.
+            is_over: whether to stop now and keep the text so far; called between segments and between tokens.
             seed: of the random numbers of this reply; None: another one each time.
         """
         with self.turns, torch.random.fork_rng(self.devices):
@@ -71,12 +71,12 @@ class Conversations:
                 **kwargs,
             )
             if cache is not None:
-                # The last token of the reply has not been read.
+                # `generate` has not read the last token of the reply.
                 self.keep(sequence[:, : cache.get_seq_length()], cache)
             return sequence
 
     def pause(self) -> None:
-        """Let all threads that wait take a turn; the state of the random numbers is put back."""
+        """Let all waiting threads take a turn, and then restore the state of the random numbers."""
         if self.turns.are_wanted:
             with torch.random.fork_rng(self.devices):
                 self.turns.pass_on()
@@ -205,7 +205,7 @@ class Reply(StoppingCriteria):
         self._texts, self._sent = ("", ""), 0  # the last two that differ; how many characters have been sent
 
     def __call__(self, input_ids: Tensor, scores: Tensor | None = None, **kwargs) -> Tensor:
-        # On some devices `generate` goes on for one token before it looks at what this returns.
+        # On some devices `generate` computes one more token before it reads this result.
         if self.finish_reason is None:
             self.tokens.append(int(input_ids[0, -1]))
             count = len(self.tokens)

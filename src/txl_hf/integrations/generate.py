@@ -73,7 +73,7 @@ def read_prompt(options: argparse.Namespace) -> str:
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Print the prompt and what the model writes behind it. Raises a ValueError for a model that writes no text, and
+    """Print the prompt and the text that the model generates. Raises a ValueError for a model that writes no text, and
     for a prompt without a token."""
     load_config(options.model, "model")
     if is_midi_tokenizer(options.model):

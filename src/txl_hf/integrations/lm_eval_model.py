@@ -68,7 +68,7 @@ class TransfoXLLM(HFLM):
         # `architectures` of the file, because the loaded model names its own class.
         if not any(name.endswith(("CausalLM", "LMHeadModel")) for name in self.config.architectures or ["CausalLM"]):
             raise ValueError(f"{pretrained} is no whole language model: its weights lack lm_head.")
-        # The configuration with the lengths given above.
+        # `_config` is the configuration with the lengths given above.
         self._config = self.model.config
         self.segment_length = self.config.tgt_len if segment_length is None else segment_length
         self.max_gen_toks = max_gen_toks
@@ -110,7 +110,7 @@ class TransfoXLLM(HFLM):
         return text
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The ids of both; of a context without tokens, the prefix token.
+        """The ids of a context (without tokens: the prefix token) and of its continuation.
 
         A token that begins in the context and ends in the continuation belongs to the continuation, as "unlikely" of
         "un" and "likely" in a vocabulary of words. White space between them does too, as lm_eval has it.
@@ -123,7 +123,7 @@ class TransfoXLLM(HFLM):
         shared = len(os.path.commonprefix([alone, whole]))
         parted = context != context.rstrip() or not continuation or continuation != continuation.lstrip()
         if 0 < shared == len(alone) and not parted and whole[shared - 1] == self.tokenizer.unk_token_id:
-            # The unknown token may stand for a word that begins in the context.
+            # The unknown token may stand for a word that begins in the context, so it moves to the continuation.
             shared -= 1
         context_ids, token_ids = whole[:shared], whole[shared:]
         if not token_ids and continuation.strip():
@@ -131,7 +131,7 @@ class TransfoXLLM(HFLM):
         if context_ids or not token_ids:
             return context_ids, token_ids
         prefix = self._prefix()
-        # A continuation that begins with the prefix token brings its own, as lm_eval has it.
+        # A continuation that begins with the prefix token replaces it, as in lm_eval.
         return prefix, token_ids[1:] if token_ids[:1] == prefix else token_ids
 
     def _prefix(self) -> list[int]:
@@ -231,7 +231,7 @@ class TransfoXLLM(HFLM):
         if not settings["do_sample"]:
             settings.pop("temperature", None)
         token_ids = self.tok_encode(context) or self._prefix()
-        # All but the last segment; `generate` reads the last one from this memory.
+        # `generate` reads the last segment from the memory of all others.
         read = 0 if self.config.mem_len == 0 else (len(token_ids) - 1) // self.segment_length * self.segment_length
         if read > 0:
             settings["mems"] = self._read(token_ids[:read])
@@ -246,7 +246,7 @@ class TransfoXLLM(HFLM):
             sequences = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
         written = sequences[0, prompt.shape[1] :].tolist()
         ends = settings.get("eos_token_id", self.model.generation_config.eos_token_id)
-        # The token that ends the text is no part of it, not even a line feed.
+        # The token that ends the text is removed, even if it is a line feed.
         if written and written[-1] in (ends if isinstance(ends, list) else [ends]):
             written.pop()
         return stop.cut(self.tok_decode(written))

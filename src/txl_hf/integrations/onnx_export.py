@@ -35,7 +35,7 @@ from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 # The file that the graphs share, the least bytes of a weight in it, and the alignment of weights in bytes.
 WEIGHTS, LEAST_SHARED, PAGE = "weights.data", 1024, 4096
 
-# How far log-probabilities, and states in proportion to the largest, may be from torch's.
+# Largest difference from torch of log-probabilities, and of states in proportion to the largest.
 TOLERANCE = 1e-4
 # Batch and length that the graph of a segment is compared at, with memories of several lengths.
 SIZES = ((1, 1), (3, 7), (2, 20))
@@ -123,7 +123,7 @@ def write_graph(model: TransfoXLForCausalLM, path: Path, one_token: bool) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before = logging.root.manager.disable
-        # The exporter warns of operators that are not in this model.
+        # The exporter warns of operators that this model does not have.
         logging.disable(logging.WARNING)
         try:
             program = torch.onnx.export(
@@ -149,7 +149,7 @@ def share_weights(graphs: Iterable[Path], weights: Path) -> None:
     """Move the weights of graphs in one folder to a file beside them, each weight once.
 
     Args:
-        graphs: ONNX files, which are written anew. weights: the file to write.
+        graphs: ONNX files, which are rewritten. weights: the file to write.
     """
     import onnx
 

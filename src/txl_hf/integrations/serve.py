@@ -89,7 +89,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(options: argparse.Namespace, listener: socket.socket) -> None:
-    """Answer requests until a signal ends it. Raises ValueError for what is no Transformer-XL language model."""
+    """Answer requests until a signal ends it. Raises ValueError for any other model than a language model."""
     import uvicorn
 
     from .serve_app import build_app
@@ -111,10 +111,10 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
 
 
 def load_start(path: str | os.PathLike, model: TransfoXLForCausalLM) -> MemoryCache:
-    """The memory of a file, if all texts can go on from it.
+    """The memory of a file, if all texts can continue from it.
 
     Raises:
-        ValueError: texts cannot go on from it; the message says what would be right.
+        ValueError: texts cannot continue from it; the message says what would be right.
     """
     cache, mem_len = load_memory(path, model).get(CACHE_NAME), model.config.mem_len
     layers: list[Any] = cache.layers if isinstance(cache, MemoryCache) else []

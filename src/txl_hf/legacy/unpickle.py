@@ -62,7 +62,7 @@ _KNOWN = re.compile(
 
 
 class UnsafePickleError(ValueError):
-    """The file is no pickle, is damaged, or asks for something that is refused. The message is one line."""
+    """The file is no pickle, is damaged, or calls something that is refused. The message is one line."""
 
 
 def shown(value: object) -> str:
@@ -85,7 +85,7 @@ class Name:
 
 @dataclass(eq=False, slots=True)
 class StandIn:
-    """An object of a class that is not built: what the pickle said about it, and nothing else.
+    """An object of a class that is not built: only its arguments and contents in the pickle.
 
     `attributes` holds what would have become `__dict__`; `items` and `entries` what would have been appended or set.
     """
@@ -275,7 +275,7 @@ def _encode(machine: "Machine", text: Any, encoding: Any = "latin1") -> bytes | 
 
 
 def _reconstructed(machine: "Machine", kind: Any, *_: Any) -> StandIn:
-    """Objects in the protocols before 2."""
+    """A stand-in for an object in the protocols before 2."""
     if not isinstance(kind, Name):
         raise UnsafePickleError("an object of something that is no class")
     machine.pay(STAND_IN)
@@ -289,7 +289,7 @@ _CONSTANTS = frozenset(
     " SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8".split()
 )
 _MARK: Any = object()
-# Instructions that push a new value, and those of the framing, which change nothing.
+# Instructions that push a new value; the instructions of the framing, `_IGNORED`, change nothing.
 _PUSHED: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None,
     "NEWTRUE": lambda: True,
@@ -354,8 +354,8 @@ def _ignore(_machine: "Machine", _: Any) -> None:
 class Machine:
     """Runs pickles; the method named after an instruction, in lower case behind `op_`, carries it out.
 
-    A subclass can know more `builders`, what a persistent id refers to (`refer`), and where the records of an archive
-    (`place_records`) or what follows the pickles of torch's old format (`place_stream`) belong.
+    A subclass can add `builders`, objects for persistent ids (`refer`), and places for the records of an archive
+    (`place_records`) or for the bytes behind the pickles of torch's old format (`place_stream`).
     """
 
     builders: dict[str, Callable] = {

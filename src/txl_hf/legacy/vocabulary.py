@@ -15,7 +15,7 @@ def read_vocab_pickle(path: str | os.PathLike) -> list[str]:
         path (`str` or `os.PathLike`): the file, a bare pickle or of either format of `torch.save`.
 
     Raises:
-        ValueError: in one line, what the file holds and should not, or that it is no vocabulary.
+        ValueError: in one line, the wrong contents of the file, or that it is no vocabulary.
     """
     try:
         state = load(path)

@@ -34,7 +34,7 @@ class ScaledByLength(TrainerCallback):
         # The length is the stream's, because counting labels would make the host wait for the device.
         begin, end = self.stream.segment(state.global_step % self.stream.steps)
         for group in optimizer.param_groups:
-            # The schedule sets the rate anew after the step.
+            # After the step the schedule replaces this rate.
             group["lr"] *= (end - begin) / self.stream.segment_length
 
 

@@ -95,8 +95,8 @@ def card_results(trainer: Trainer, dataset: str) -> list[EvalResult]:
 def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
     """The entries of a Trainer's log that were measured on the weights that its model has now."""
     state, history = trainer.state, trainer.state.log_history
-    # Trainer reloads the best checkpoint when a training has come to its end, which the entry with `total_flos` marks.
-    # (`train_runtime` does not: with `include_num_input_tokens_seen` every entry can have it.)
+    # Trainer reloads the best checkpoint after a training, which the entry with `total_flos` marks. (`train_runtime`
+    # does not: with `include_num_input_tokens_seen` every entry can have it.)
     ended = next((i for i, logs in enumerate(history) if "total_flos" in logs), None)
     if ended is None or not trainer.args.load_best_model_at_end or state.best_model_checkpoint is None:
         return [logs for logs in history if logs.get("step") == state.global_step]

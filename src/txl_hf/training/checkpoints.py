@@ -104,11 +104,11 @@ def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
 
 
 def remove_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str | os.PathLike | None]):
-    """Remove checkpoints until `limit` are left: first those of earlier runs, then those of the fewest steps.
+    """Remove checkpoints until `limit` are left: first checkpoints of earlier runs, then those with the fewest steps.
 
     Args:
-        limit: None or 0: all stay.
-        keep: checkpoints that stay in any case.
+        limit: number of checkpoints to keep. None or 0: all.
+        keep: checkpoints that are never removed.
     """
     run, kept = current_run(output_dir), {Path(path).resolve() for path in keep if path is not None}
     checkpoints = list_checkpoints(output_dir)
@@ -354,7 +354,7 @@ def load_mems(
     """`mems` and `mems_mask` of streams [start, start + rows) for each start; neither at the beginning of the text.
 
     Raises:
-        ValueError: they are those of another position, or of another text or layout.
+        ValueError: the memory is of another position, or of another text or layout.
     """
     saved, layers = read_position(folder)
     check_position(folder, saved, position)

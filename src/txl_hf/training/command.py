@@ -271,7 +271,7 @@ def check_schedule(args: TransfoXLTrainingArguments, max_steps: int):
 
 
 class RolledStream(TokenStream):
-    """In every epoch each stream begins at a place of its own, drawn anew, and wraps around (NVIDIA's --roll)."""
+    """A stream whose rows begin, in every epoch, at random places of their texts and wrap around (NVIDIA's --roll)."""
 
     def __init__(self, *args, roll_seed: int, **kwargs):
         super().__init__(*args, **kwargs)
@@ -408,7 +408,7 @@ def check_folders(arguments: Arguments):
     """Before anything is loaded, refuse a text that does not exist, and a folder in which files would be lost.
 
     Raises:
-        OSError: with what would be right.
+        OSError: a path is invalid; the message says what would be right.
     """
     data, source = Path(arguments.data.data or ""), arguments.model.model_name_or_path
     check_output(Path(arguments.training.output_dir), arguments.data.resume)
@@ -419,7 +419,7 @@ def check_folders(arguments: Arguments):
 
 
 def check_output(output: Path, resume: bool):
-    """Raise a FileExistsError if something would be lost."""
+    """Raise a FileExistsError if a file in the output folder would be lost."""
     if not output.exists() or (output.is_dir() and all(path.name == LOCK_NAME for path in output.iterdir())):
         return
     if not (output / RECIPE).is_file():
@@ -439,7 +439,7 @@ def locked_output(output: Path, resume: bool) -> Iterator[None]:
 
 
 def find_checkpoint(output: Path, arguments: Arguments, prepared: Prepared) -> tuple[Path | None, int]:
-    """The last usable checkpoint of a run that is to be resumed, if there is one, and its step.
+    """The last usable checkpoint of a run, if `--resume` is given and there is one, and its step.
 
     Raises:
         ValueError: no checkpoint that is there is usable, or the run has another model, optimizer, average or text,
@@ -474,7 +474,7 @@ def find_checkpoint(output: Path, arguments: Arguments, prepared: Prepared) -> t
 
 
 def changed_settings(checkpoint: Path, arguments: Arguments, config: TransfoXLConfig) -> str:
-    """The first setting that makes another model or optimizer than the checkpoint's run had; "" if there is none."""
+    """The first setting by which model or optimizer differ from those of the checkpoint's run; "" if there is none."""
     made = TransfoXLConfig.from_pretrained(checkpoint)
     before, now = ({name: getattr(each, name) for name in FIXED} for each in (made, config))
     path = Path(arguments.training.output_dir, RECIPE)

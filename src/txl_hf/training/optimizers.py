@@ -15,7 +15,7 @@ from .arguments import TransfoXLTrainingArguments
 
 
 def make_optimizer(model: nn.Module, arguments: TransfoXLTrainingArguments) -> torch.optim.Optimizer:
-    """The optimizer that `arguments.optimizer` names, with a group of its own for the tables of embeddings.
+    """The optimizer that `arguments.optimizer` names, with a separate group for the tables of embeddings.
 
     Args:
         model: Transformer-XL with any head; parameters without `requires_grad` are left out.
@@ -130,7 +130,7 @@ class Averaging(TrainerCallback):
         return {"steps": self.steps, "decay": self.decay, "weights": self.weights}
 
     def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
-        """Go on from a state.
+        """Load a state of `state_dict`.
 
         Raises:
             ValueError: the state is of another kind of average, or began before `start`.

@@ -38,8 +38,8 @@ CONFIG = {
     for entry in dataclasses.fields(TransfoXLConfig)
     if entry.name in TransfoXLConfig.__annotations__ and entry.name not in _OF_THE_TEXT
 }
-# Lengths and dropouts, which may change when a training is resumed, or a checkpoint fine-tuned; all else is what
-# weights are made for.
+# Lengths and dropouts, which may change when a training is resumed or a checkpoint fine-tuned. Weights depend on all
+# other fields.
 FREE = {"dropout", "dropatt", "tgt_len", "mem_len", "ext_len", "clamp_len", "decay_len", "same_length"}
 FIXED = CONFIG.keys() - FREE - {"init", "init_range", "init_std", "proj_init_std", "max_klen"}
 # Former names of options that now have transformers' names.
@@ -126,7 +126,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
 
 
 def _value(text: str) -> Any:
-    """A number, true, false or none; anything else is a string."""
+    """The value of an option: a number, true, false or none; anything else is a string."""
     try:
         return json.loads({"none": "null"}.get(text.lower(), text.lower()))
     except ValueError:
@@ -179,7 +179,7 @@ def recipe_options(path: Path, parser: RecipeParser) -> list[str]:
 def parse_arguments(
     argv: list[str] | None = None, description: str | None = None, scratch: Path | None = None
 ) -> Arguments:
-    """The recipe's settings, and over them those of the command line.
+    """The settings of the recipe, replaced by those of the command line.
 
     Args:
         scratch: folder for the text of --smoke; None: nothing is shrunken.
@@ -232,7 +232,7 @@ def _forget(values: dict[str, Any], typed: set[str]) -> set[str]:
         gone.add("lr_scheduler_kwargs")
     attn_type = values.get("attn_type", 0)
     if attn_type in POSITIONS and not POSITIONS[attn_type].recurrent:
-        # An encoding without recurrence has no memory in evaluation.
+        # Encodings without recurrence evaluate without memory.
         without = {"eval_mem_len": 0, "eval_memory_lengths": []}
         values |= {name: none for name, none in without.items() if name not in typed}
     return gone
@@ -253,7 +253,7 @@ def _check(values: dict[str, Any], named: set[str], typed: set[str]):
 
 
 def _choose(values: dict[str, Any], named: set[str]):
-    """Defaults for options that are not given: precision, device, and what is done between steps."""
+    """Defaults for options that are not given: precision, device, optimizer, evaluations, checkpoints, loading."""
     on_gpu = torch.cuda.is_available()
     chosen: dict[str, Any] = {"use_cpu": not torch.accelerator.is_available(), "eval_strategy": "steps"}
     if not {"bf16", "fp16"} & named and "ACCELERATE_MIXED_PRECISION" not in os.environ:

@@ -25,7 +25,7 @@ from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import DataArguments
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
+import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of the backend.
 
 LOG, PLOT, BEST = "log.jsonl", "training.png", "best"
 # File beside the best model: its step, its validation loss, and `score_of` that loss.
@@ -174,13 +174,13 @@ class RunReport(TrainerCallback):
 
 
 def score_of(evaluation: LanguageModelEvaluation, token_ids: Any) -> dict[str, Any]:
-    """The text that a loss was measured on, and how it was read. Losses can be compared only if both are equal."""
+    """The text and the settings of a validation loss. Losses can be compared only if both are equal."""
     settings = {name: value for name, value in dataclasses.asdict(evaluation).items() if name != "nll"}
     return {"text": text_fingerprint(token_ids), **settings}
 
 
 def read_best(output: Path) -> dict[str, Any] | None:
-    """The score beside the best model, which is in a folder of its own until the run ends; None: there is none.
+    """The score beside the best model, which has a separate folder until the run ends; None: there is no best model.
 
     Raises:
         ValueError: the file is not one of a best model.

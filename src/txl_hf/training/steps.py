@@ -74,7 +74,7 @@ def should_capture_steps(
     document_end: Any | None,
     tokens: int,
 ) -> bool:
-    """Whether `cuda_graphs` is set; where it is None, whether steps can be captured and Python is slower than the GPU.
+    """`cuda_graphs` if it is set. None: whether steps can be captured and Python is slower than the GPU.
 
     Args:
         model: behind its wrappers. document_end: token that ends a document of the text; None: it is one.
@@ -128,10 +128,10 @@ class Forward(nn.Module):
         self.model, self.autocast, self.regularizer = model, autocast, regularizer
 
     def forward(self, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
-        """The sum of the losses and the penalty, which are scalars, and the memory that the next step goes on from.
+        """The sum of the losses and the penalty, which are scalars, and the memory for the next step.
 
         Args:
-            inputs: of the model, (B, L) each, with `shift_labels`. memory: what the last step returned.
+            inputs: of the model, (B, L) each, with `shift_labels`. memory: the memory that the last step returned.
         """
         with self.autocast():
             outputs = self.model(**inputs, **memory)

@@ -77,7 +77,7 @@ class _Memory:
     step: int = 0
 
     def replace(self, memory: dict[str, Any]):
-        """Keep the memory of the current micro-batch and go on to the next one."""
+        """Store the memory of the current micro-batch and advance to the next one."""
         self.memories[self.micro_batch] = memory
         self.micro_batch = (self.micro_batch + 1) % len(self.memories)
         self.step += self.micro_batch == 0
@@ -113,12 +113,12 @@ class _Beginnings(TrainerCallback):
 
 
 class TransfoXLTrainer(Trainer):
-    """transformers' `Trainer` whose steps go on with the memory of the step before.
+    """transformers' `Trainer` whose steps take the memory of the step before.
 
     Datasets, for training and for evaluation, are `TokenStream`s or others whose items are step-major and which say in
     `batch_size` how many streams G there are. An optimiser step of training reads one segment of every stream: rows
     per process × processes × accumulation steps = G; a batch of evaluation likewise, without accumulation. They are
-    read in order, whatever `train_sampling_strategy` says. A loader that breaks continuity is refused.
+    read in order, whatever `train_sampling_strategy` is. A loader that breaks continuity is refused.
 
     * `args` are `TransfoXLTrainingArguments`, or `TrainingArguments`, which get the defaults of the added fields.
     * Memory begins empty (see `initial_memory`) in every epoch and every evaluation; evaluation leaves that of the
@@ -195,7 +195,7 @@ class TransfoXLTrainer(Trainer):
         self._classifies = False
         self._resumed_from: Path | None = None
         self._run: str | None = None
-        # The optimizer's settings by group, where it was made here.
+        # The optimizer's settings by group, if this trainer made the optimizer.
         self._asked: list[dict[str, Any]] = []
         self._writing_to: Path | None = None
         self._tokens: Tensor | int = 0
@@ -428,7 +428,7 @@ class TransfoXLTrainer(Trainer):
         """As in `Trainer`, with a count of the targets of `shift_labels`, which `Trainer` does not know."""
         self._memory.micro_batch = 0
         if self.state.global_step >= self.state.max_steps:
-            # Trainer takes one step more when it resumes a run that is done.
+            # Trainer takes one more step when it resumes a finished run.
             self.control.should_training_stop = True
             return [], None
         batches = list(islice(epoch_iterator, num_batches))
@@ -529,7 +529,7 @@ class TransfoXLTrainer(Trainer):
                 self._sums.append((outputs["loss"].detach() * count, count))
 
     def _carried(self, memory: dict[str, Any], detach: bool = True) -> dict[str, Any]:
-        """The memory from which the next call goes on."""
+        """The memory for the next call."""
         if not memory:
             return {}
         # Mixed precision returns the memory in fp32. It is cast back to the model's type, or to autocast's, in which
@@ -542,7 +542,7 @@ class TransfoXLTrainer(Trainer):
         if self.args.torch_compile:
             memory = cloned_states(memory)
         if self.args.fp16 or dtype == torch.float16:
-            # A stream whose states overflowed would go on from them until the text ends, whatever the scaler skips.
+            # A stream whose states overflowed would read them until the text ends, although the scaler skips the step.
             memory["mems_mask"] = mask_overflow(**memory)
         if self.model.training and self.memory_length is not None:
             memory = latest_states(memory, self.memory_length)
@@ -760,7 +760,7 @@ def check_special_tokens(config: TransfoXLConfig, tokenizer):
         tokenizer: the `processing_class` of a Trainer, which may be a processor that has one.
 
     Raises:
-        ValueError: a token lies beyond the vocabulary, so that the model could be trained and not saved.
+        ValueError: a token is outside the vocabulary, so that the model could be trained and not saved.
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     for name in ("bos_token", "eos_token", "pad_token"):
