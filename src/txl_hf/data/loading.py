@@ -21,7 +21,7 @@ from .midi import is_midi_tokenizer, load_midi_tokenizer
 
 
 def load_config(name: str, option: str = "--model") -> TransfoXLConfig:
-    """The configuration of a model. A name that is no folder is printed before the Hub is asked, because an error
+    """The configuration of a model. A name that is no folder is printed before the Hub is contacted, because an error
     without a network takes long.
 
     Args:
