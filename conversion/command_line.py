@@ -31,7 +31,7 @@ from .layout import MODELS, Checkpoint, ConversionError, Family, check_complete
 
 READERS = (transformers_legacy, kimiyoung_pytorch, kimiyoung_tf, nvidia_pytorch, pop_music_tf)
 FAMILIES: dict[str, Family] = {reader.FAMILY.name: reader.FAMILY for reader in READERS}
-# How a model is evaluated: fields of its configuration that are options, and all that are shown.
+# Fields of the configuration that change an evaluation: those that are options, and those that the card shows.
 OPTIONS = ("mem_len", "clamp_len", "same_length")
 SETTINGS = (*OPTIONS, "tgt_len")
 TOKENIZER_MODES = ("moses", "whitespace", "characters", "bytes", "lm1b")
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
             convert(arguments)
     except KeyboardInterrupt:
         return fail("interrupted")
-    # Any error of a damaged or hostile file is one line, not a traceback.
+    # A damaged or hostile file ends in one line, without a traceback, whatever the error is.
     except Exception as error:
         known = isinstance(error, ConversionError | ValueError | OSError)
         return fail(str(error) if known else f"{type(error).__name__}: {error}")
@@ -91,13 +91,13 @@ def fail(reason: str) -> int:
 
 
 def say(text: str) -> None:
-    """Print one line on standard error. What a file holds may be a terminal's commands, which are shown as "?"."""
+    """Print one line on standard error, with "?" for unprintable characters, such as terminal commands in a file."""
     line = " ".join(text.split())
     print("".join(letter if letter.isprintable() else "?" for letter in line), file=sys.stderr)
 
 
 def convert(arguments: argparse.Namespace) -> None:
-    """Convert as `arguments`, of `parse_arguments`, say. Raises ConversionError or what reading and writing raise."""
+    """Convert by the `arguments` of `parse_arguments`. Raises ConversionError and errors of reading and writing."""
     family = FAMILIES[arguments.family]
     check_paths(arguments.output, arguments.checkpoint, family)
     checkpoint = family.read(arguments.checkpoint, arguments.corpus)
@@ -126,7 +126,7 @@ def check_paths(output: Path, checkpoint: Path, family: Family) -> None:
         raise ConversionError(f"{output} is a link to {output.readlink()}; give a folder itself")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConversionError(f"{output} exists and is not empty; expected a new folder")
-    # TensorFlow's are named by what their files begin with.
+    # The path of a TensorFlow checkpoint is the common beginning of its files' names.
     if not checkpoint.exists() and not any(checkpoint.parent.glob(f"{glob.escape(checkpoint.name)}.*")):
         raise ConversionError(f"{checkpoint} does not exist; {family.expected}")
 
@@ -175,7 +175,7 @@ def check_weights(name: str, tensor: torch.Tensor, allow_non_finite: bool) -> No
     """Raise ConversionError for a tensor that holds no weights, or some that are NaN or infinite."""
     if not tensor.is_floating_point():
         raise ConversionError(f"{name} holds {tensor.dtype}, which is no weight")
-    # In parts, because PyTorch makes another tensor to look at one.
+    # In parts, because `isfinite` makes a tensor of the same shape.
     wrong = sum(int((~part.isfinite()).sum()) for part in tensor.flatten().split(2**22))
     if wrong == 0:
         return
@@ -202,7 +202,7 @@ def write_model(
         check_weights(source.name, state[name], allow_non_finite)
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in state.values()))
     save_file(state, staging / "model.safetensors", metadata={"format": "pt"})
-    # The tensors have to go before the model comes: both together would be twice the checkpoint.
+    # The tensors are freed before the model is loaded, because both together would be twice the checkpoint.
     del state
     gc.collect()
     model_class = MODELS[checkpoint.head]
@@ -214,7 +214,7 @@ def write_model(
     if checkpoint.generation is not None and model.can_generate():
         model.generation_config = checkpoint.generation
     model.save_pretrained(folder, max_shard_size="1TB")
-    # safetensors lets only the owner read what it writes.
+    # safetensors writes files that only the owner can read.
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
     return model
 
@@ -223,7 +223,7 @@ def write_tokenizer(folder: Path, checkpoint: Checkpoint, arguments: argparse.Na
     """Write the tokenizer's files to `folder` if there is a vocabulary; return whether there is."""
     vocabulary, mode = checkpoint.vocabulary, arguments.tokenizer_mode
     if vocabulary is None and checkpoint.tokenizer is None:
-        # These folders hold their own, and take no other.
+        # A folder of transformers holds its own vocabulary and takes no other.
         remedy = "" if arguments.family == "transformers" else ": give it with --corpus"
         if mode is not None:
             raise ConversionError(f"--tokenizer-mode {mode} is for a vocabulary, and there is none at hand{remedy}")

@@ -8,7 +8,7 @@ from txl_hf.legacy.unpickle import StandIn, shown
 from .layout import ConversionError, Source
 from .torch_file import StoredTensor
 
-# How compressed files begin.
+# The first bytes of compressed files.
 PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
 

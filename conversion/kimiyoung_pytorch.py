@@ -19,7 +19,7 @@ from .layout import (
     tying_fields,
 )
 
-# Name in the module's state dict (pytorch/mem_transformer.py), tensor of the legacy layout, what changes.
+# Name in the module's state dict (pytorch/mem_transformer.py), tensor of the legacy layout, change of the tensor.
 TABLE = [
     ("pos_emb.inv_freq", None, None),
     ("crit.cluster_weight", "crit.cluster_weight", Source.flipped),
@@ -80,7 +80,7 @@ def from_state(
     tensors = map_names(sources, table)
     sizes = fields_from_shapes(tensors)
     for name, value in sizes.items():
-        # One table may stand for bins of one or of falling width without cutoffs; only the field knows.
+        # `div_val` is not compared, because one table without cutoffs has the same shape for any.
         if fields.get(name, value) != value and name != "div_val":
             raise ConversionError(f"the checkpoint says {name} {fields[name]}, its shapes say {value}")
     fields = {"initial_memory": "empty", "same_length_counts_self": True} | sizes | fields

@@ -12,8 +12,8 @@ from .files import code_span
 from .layout import Checkpoint, ConversionError, Family, Source, fields_from_shapes, map_names
 from .tf_checkpoint import TensorBundle
 
-# Variable under `transformer/` (tf/model.py), tensor of the legacy layout, what changes. These are also those of what
-# derives from this original, which names the others differently.
+# Variable under `transformer/` (tf/model.py), tensor of the legacy layout, change of the tensor. Programs derived from
+# this original have the same names here and others elsewhere.
 LAYERS = [
     ("r_w_bias", "transformer.r_w_bias", None),
     ("r_r_bias", "transformer.r_r_bias", None),
@@ -136,7 +136,7 @@ def read_bundle(prefix: Path, table: list[tuple]) -> dict[str, Source]:
 
 
 def _stacked_biases_apart(tensors: dict[str, Source]) -> None:
-    """Give each layer its own of the biases that `untie_r` makes one variable with a row for each layer."""
+    """Split the biases that `untie_r` stores as one variable, a row for each layer, into a tensor for each layer."""
     for name in ("r_w_bias", "r_r_bias"):
         stacked = tensors.get(f"transformer.{name}")
         if stacked is not None and len(stacked.shape) == 3:  # untied: one row per layer
@@ -161,8 +161,8 @@ def _softmax_fields(tensors: dict[str, Source], fields: dict[str, Any]) -> dict[
         tensors["crit.out_layers.0.bias"] = Source(
             biases[0].name, (ends[-1],), lambda: torch.cat([bias.read() for bias in biases])
         )
-    # A tied bin has no projection of its own; without cutoffs the softmax always uses the embedding's. Where there is
-    # none to use either, the flag says nothing and follows the original's default: all are tied but the first.
+    # A tied bin has no projection of its own; without cutoffs the softmax always uses the embedding's. Where the
+    # embedding has none either, the flag has no effect and is the original's default: all are tied except the first.
     tie_projs = [f"crit.out_projs.{i}" not in tensors for i in range(len(cutoffs) + 1)]
     if "transformer.word_emb.emb_projs.0" not in tensors:
         tie_projs[0] = False

@@ -1,8 +1,8 @@
 """The layout every family is converted to: the state dict of the legacy `transformers` implementation.
 
 `legacy_tensors` says which tensors a configuration has, under which names and in which shapes; a conversion must give
-exactly these. The other functions are what the families share: following a table of names, reading sizes off shapes,
-and leaving out the second copies that tied weights have in state dicts.
+exactly these. The families share the other functions, which map names by a table, read sizes off shapes, and leave out
+the second copies that tied weights have in state dicts.
 """
 
 import re
@@ -25,11 +25,11 @@ from txl_hf import (
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
-# How the originals' vocabularies write these two.
+# Spellings of these two tokens in the originals' vocabularies.
 END_OF_TEXT = ("<eos>", "<S>")
 UNKNOWN = ("<unk>", "<UNK>")
 
-# The model's class by what is above the layers: the language model's softmax, a classifier's matrix, or nothing.
+# The model's class by the part above the layers: the language model's softmax, a classifier's matrix, or nothing.
 MODELS: dict[str, type[TransfoXLPreTrainedModel]] = {
     "softmax": TransfoXLForCausalLM,
     "classifier": TransfoXLForSequenceClassification,
@@ -43,7 +43,7 @@ class ConversionError(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """One tensor of an original checkpoint: `read` fetches it, `name` is what the original calls it.
+    """One tensor of an original checkpoint: `read` fetches it, `name` is its name in the original.
 
     Sources with the same `place`, unless that is None, are the same memory.
     """
@@ -54,15 +54,15 @@ class Source:
     place: object = None
 
     def transposed(self) -> "Source":
-        """TensorFlow's matrices are (in, out), torch's (out, in)."""
+        """The transpose, because TensorFlow's matrices are (in, out), torch's (out, in)."""
         return Source(self.name, self.shape[::-1], lambda: self.read().t().contiguous())
 
     def flipped(self) -> "Source":
-        """The PyTorch originals number the tail clusters from the last to the first (quirk 3)."""
+        """Tail clusters in reverse, because the PyTorch originals number them from the last to the first (quirk 3)."""
         return Source(self.name, self.shape, lambda: self.read().flip(0))
 
     def layer(self, index: int) -> "Source":
-        """TensorFlow stacks what the layers have each: (n_layer, …) -> (…)."""
+        """The part of one layer, because TensorFlow stacks the layers: (n_layer, …) -> (…)."""
         return Source(self.name, self.shape[1:], lambda: self.read()[index].clone())
 
     def reshaped(self, shape: tuple) -> "Source":
@@ -96,9 +96,8 @@ class Checkpoint:
 
     `fields` are arguments of TransfoXLConfig; `explained` says for some of them where the value comes from; `tensors`
     maps names of the legacy layout to `Source`; `origin` completes the model card's "The weights are those of".
-    The text side is a `vocabulary`, or a folder that TransfoXLTokenizer
-    loads, or neither. `head` is one of `MODELS`. `generation` is how it writes, where that is said. Without `tensors`
-    there is a vocabulary alone.
+    The text side is a `vocabulary`, or a folder that TransfoXLTokenizer loads, or neither. `head` is one of `MODELS`.
+    `generation` is the GenerationConfig, if there is one. Without `tensors` there is a vocabulary alone.
     """
 
     fields: dict
@@ -150,10 +149,10 @@ def _pattern(original: str) -> re.Pattern:
 
 
 def legacy_tensors(config: TransfoXLConfig, head: str = "softmax") -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of the state dict that `config` describes: what the model would write.
+    """Return {name: shape} of the state dict that `config` describes: the tensors that the model would save.
 
-    `head` is one of `MODELS`. The models without recurrence write the queries' projection and that of keys and values
-    as one, but the originals do not, and both are read.
+    `head` is one of `MODELS`. Models without recurrence save the projections of queries, keys and values as one
+    tensor, the originals as two; both are read.
     """
     with torch.device("meta"):
         model = MODELS[head](config)
@@ -184,8 +183,8 @@ def check_complete(tensors: dict[str, Source], config: TransfoXLConfig, head: st
 def fields_from_shapes(tensors: dict[str, Source]) -> dict:
     """Return the TransfoXLConfig fields that the names and shapes of `tensors` decide.
 
-    These are the sizes, the kind of attention, where the biases lie, and with several embedding tables the bins. One
-    table leaves `cutoffs` open, and `attn_type` 2 the heads.
+    These are the sizes, the kind of attention, the layout of the biases, and with several embedding tables the bins.
+    One table does not decide `cutoffs`, nor `attn_type` 2 the heads.
     """
     shape = {name: source.shape for name, source in tensors.items()}
     layers = {int(name.split(".")[2]) for name in shape if name.startswith("transformer.layers.")}
@@ -249,7 +248,7 @@ def tying_fields(tensors: dict[str, Source], fields: dict) -> dict:
     tie_projs = []
     for i in range(len(fields["cutoffs"]) + 1):
         name = f"crit.out_projs.{i}"
-        # Where there is no projection the flag decides nothing; the originals then tie all but the first.
+        # Without a projection the flag has no effect; the originals then tie all except the first.
         tie_projs.append(_is_copy(tensors, name, fields) if name in tensors else i > 0)
     return {"tie_word_embeddings": all(_is_copy(tensors, name, fields) for name in weights), "tie_projs": tie_projs}
 
@@ -286,5 +285,5 @@ def _is_copy(tensors: dict[str, Source], name: str, fields: dict[str, Any]) -> b
     if tensors[name].place is not None and tensors[name].place == tensors[first].place:
         return True
     one, other = tensors[first].read(), tensors[name].read()
-    # A NaN equals nothing, but a copy of it is a copy.
+    # NaN is not equal to NaN, so elements that are NaN in both count as equal.
     return one.dtype == other.dtype and bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -10,8 +10,8 @@ from . import kimiyoung_pytorch, torch_file, vocabulary
 from .files import code_span, describe, find_file, state_dict_sources
 from .layout import Checkpoint, ConversionError, Family, Source, Vocabulary
 
-# Name in model_state (pytorch/mem_transformer.py, utils/proj_adaptive_softmax.py), legacy tensor, what changes. The
-# rest is as in the original it derives from.
+# Name in model_state (pytorch/mem_transformer.py, utils/proj_adaptive_softmax.py), legacy tensor, change of the
+# tensor. All other names are those of kimiyoung_pytorch.
 TABLE = [
     ("crit.out_layers_weights.{i}", "crit.out_layers.{i}.weight", None),
     ("crit.out_layers_biases.{i}", "crit.out_layers.{i}.bias", None),

@@ -14,8 +14,8 @@ from .files import code_span, describe
 from .kimiyoung_tf import EXPECTED, LAYERS, find_prefix, read_bundle
 from .layout import Checkpoint, ConversionError, Family, Source, Vocabulary, fields_from_shapes
 
-# Variable under `transformer/` (modules.py), tensor of the legacy layout, what changes. Keras numbers the layers that
-# have no name: {n} is empty in the first and counts on from there.
+# Variable under `transformer/` (modules.py), tensor of the legacy layout, change of the tensor. Keras numbers layers
+# without a name: {n} is empty for the first, then a number.
 TABLE = [
     ("normal_embed/lookup_table", "transformer.word_emb.emb_layers.0.weight", None),
     ("normal_embed/proj_W", "transformer.word_emb.emb_projs.0", Source.transposed),
@@ -30,7 +30,7 @@ TABLE = [
     ("layer_{l}/ff/layer_normalization_{n}/gamma", "transformer.layers.{l}.pos_ff.layer_norm.weight", None),
     ("layer_{l}/ff/layer_normalization_{n}/beta", "transformer.layers.{l}.pos_ff.layer_norm.bias", None),
 ]
-# model.py, and Keras's LayerNormalization.
+# Settings and quirks of model.py, with the epsilon of Keras's LayerNormalization.
 SETTINGS = {"mem_len": 512, "tgt_len": 512, "clamp_len": -1, "same_length": False}
 QUIRKS = {
     "initial_memory": "zeros",
@@ -44,7 +44,7 @@ DICTIONARY = "dictionary.pkl"
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     """Return the `Checkpoint` at `checkpoint`, a prefix such as `REMI-tempo-checkpoint/model`, or its folder.
 
-    `corpus` is the dictionary of events, dictionary.pkl, where it does not lie beside the checkpoint. Raises
+    `corpus` is the dictionary of events, dictionary.pkl, if it is not beside the checkpoint. Raises
     ConversionError, TensorBundleError or UnsafePickleError.
     """
     prefix = find_prefix(Path(checkpoint))

@@ -1,4 +1,4 @@
-"""The tensors in files of `torch.save`, read one at a time and without running what the files say.
+"""The tensors in files of `torch.save`, read one at a time and without running the pickles.
 
 `txl_hf.legacy.unpickle` has the machine that runs pickles; this one also knows tensors and their storages. Tensors
 are not read until `StoredTensor.read` asks for them.
@@ -49,13 +49,14 @@ STORAGE_DTYPES = {
 def load(path: str | Path) -> Any:
     """Return the object pickled in `path`: plain values, lists, dicts, `StandIn`s and `StoredTensor`s.
 
-    Raises UnsafePickleError with a one-line reason for anything but a whole, uncompressed file of the three kinds.
+    Raises UnsafePickleError with a one-line reason for a truncated, compressed or unknown format: known are bare
+    pickles, the zip archives of torch >= 1.6, and the concatenated pickles before it.
     """
     return load_pickle(path, _TorchMachine(StorageFile(Path(path))))
 
 
 class StorageFile:
-    """Where the bytes of each storage lie in the file. `places`: key -> Record."""
+    """The places of storages in the file. `places`: key of a storage -> Record."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -63,7 +64,7 @@ class StorageFile:
         self.checked: set[str] = set()
 
     def place(self, storage: "Storage") -> int:
-        """Return where in the file `storage` begins, after a look at its size and checksum."""
+        """Return the offset of `storage` in the file, after a check of its size and checksum."""
         if storage.key not in self.places:
             raise UnsafePickleError(f"storage {shown(storage.key)} is missing from {self.path.name}")
         record, width = self.places[storage.key], storage.dtype.itemsize
@@ -87,7 +88,7 @@ class StorageFile:
             )
 
     def read(self, begin: int, length: int) -> bytearray:
-        """Return bytes of the file in memory. Those of a mapping would count on top of the tensors."""
+        """Return bytes of the file, read into memory, because pages of a mapping would count on top of the tensors."""
         data = bytearray(length)
         with self.path.open("rb") as file:
             file.seek(begin)
@@ -96,14 +97,14 @@ class StorageFile:
         return data
 
     def map(self) -> mmap.mmap:
-        """Return the file as a mapping, for bytes that lie far from one another."""
+        """Return the file as a mapping, for bytes that are far apart."""
         with self.path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 @dataclass(eq=False)
 class Storage:
-    """A flat piece of memory that tensors are views of; its bytes are known once the file is laid out."""
+    """A flat piece of memory that tensors are views of; its place in the file is known after the pickle was read."""
 
     dtype: torch.dtype
     key: str
@@ -127,11 +128,11 @@ class StoredTensor:
 
     @property
     def place(self) -> tuple:
-        """Two tensors of one file with equal places are the same memory."""
+        """A key of the tensor's memory: two tensors of one file with equal places are the same memory."""
         return (self.storage.key, self.storage.first + self.offset, self.shape, self.stride)
 
     def read(self) -> torch.Tensor:
-        """Return the tensor, contiguous, in memory of its own that is as large as the tensor.
+        """Return a contiguous copy of the tensor, no larger than the tensor.
 
         Raises UnsafePickleError if the file has not enough bytes for it, or damaged ones.
         """
@@ -139,7 +140,7 @@ class StoredTensor:
         if numel == 0:
             return torch.empty(self.shape, dtype=self.dtype)
         span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        # The first condition keeps out tensors blown up from a few bytes by strides of 0.
+        # The first condition refuses tensors that strides of 0 enlarge from a few bytes.
         if numel > self.storage.numel or self.offset + span > self.storage.numel:
             raise UnsafePickleError(f"a tensor of shape {list(self.shape)} does not fit its storage")
         file, width = self.storage.file, self.dtype.itemsize
@@ -185,7 +186,7 @@ def _size(machine: Machine, sizes: Any = ()) -> tuple:
 
 
 class _TorchMachine(Machine):
-    """Also builds tensors, whose storages are in `file`."""
+    """A machine that also builds tensors, whose storages are in `file`."""
 
     builders: dict[str, Callable] = Machine.builders | {
         "torch.Size": _size,

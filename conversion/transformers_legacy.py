@@ -21,7 +21,7 @@ from . import torch_file
 from .files import code_span, find_file, state_dict_sources
 from .layout import Checkpoint, ConversionError, Family, Source, drop_copies, fields_from_shapes, map_names
 
-# Name in the state dict, the same in the layout. With shared biases (untie_r false) every layer lists the pair again.
+# The names in the state dict are those of the layout. With shared biases (untie_r false) every layer repeats the pair.
 TABLE = [
     ("transformer.pos_emb.inv_freq", None, None),
     ("transformer.{name}", "transformer.{name}", None),
@@ -86,7 +86,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConversionError(f"{path} is no JSON: {error}") from None
     if not isinstance(written, dict) or written.get("model_type", "transfo-xl") != "transfo-xl":
         raise ConversionError(f"{path} is of another model; expected model_type transfo-xl")
-    # Not carried over: whose code and which library the old folder asks for, and what the new one says of itself.
+    # Not copied: fields on the code and library of the old folder, which are written anew.
     for name in ("auto_map", "quantization_config", "architectures", "transformers_version", "trainer_compatible"):
         written.pop(name, None)
     try:
@@ -96,9 +96,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _read_generation(path: Path, fields: dict[str, Any]) -> GenerationConfig:
-    """How the model writes: as generation_config.json says or, without it, config.json, as older models have it.
-    Raises ConversionError.
-    """
+    """The GenerationConfig of generation_config.json or, in older folders, of config.json. Raises ConversionError."""
     try:
         if path.is_file():
             return GenerationConfig.from_pretrained(path.parent, path.name)
@@ -109,7 +107,7 @@ def _read_generation(path: Path, fields: dict[str, Any]) -> GenerationConfig:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """Return the file of weights, or those that it was written in parts to, in the order of `from_pretrained`."""
+    """Return the file of weights, or the files of its parts, in the order of `from_pretrained`."""
     for name in WEIGHTS_FILES:
         stem, kind = name.split(".")
         if (folder / name).is_file():
@@ -133,13 +131,13 @@ def _safetensors_sources(path: Path) -> list[Source]:
 
 
 def _read_safetensor(path: Path, name: str) -> torch.Tensor:
-    # Opened anew for each: the pages of a mapping that stays open count as memory.
+    # Opened anew for each tensor, because the pages of a mapping that stays open count as memory.
     with safe_open(path, framework="pt") as file:
         return file.get_tensor(name)
 
 
 def _pickled_sources(path: Path) -> list[Source]:
-    # The storages of another file have the same keys.
+    # `place` names the file, because storages of several files have the same keys.
     sources = state_dict_sources(torch_file.load(path), path)
     return [replace(source, place=(path, source.place)) for source in sources]
 

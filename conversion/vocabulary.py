@@ -24,7 +24,7 @@ CORPORA, INFORMATION = ("cache.pt", "cache.pkl"), "corpus-info.json"
 
 
 def is_described_alone(folder: Path) -> bool:
-    """Whether a folder has corpus-info.json, which knows no symbols, and no pickled corpus."""
+    """Whether a folder has corpus-info.json, which lists no symbols, and no pickled corpus."""
     return (folder / INFORMATION).is_file() and not any((folder / name).is_file() for name in CORPORA)
 
 

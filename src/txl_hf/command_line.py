@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-# What brings a module: an extra of this package, or a package of its own.
+# The extra of this package, or the package, that installs a module.
 _TRAIN = "accelerate datasets evaluate matplotlib pandas pyarrow pytorch_optimizer tensorboard yaml"
 REQUIREMENTS = {
     **dict.fromkeys(_TRAIN.split(), "txl-hf[train]"),
@@ -66,7 +66,7 @@ def _plain(option: str) -> str:
 
 @contextlib.contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """SIGTERM, of a batch system, and SIGHUP, of a lost terminal, meanwhile end the command as Ctrl-C does."""
+    """A context in which SIGTERM (batch systems) and SIGHUP (a lost terminal) end the command as Ctrl-C does."""
     handlers = {}
     for name in ("SIGTERM", "SIGHUP"):
         # Windows has no SIGHUP, nohup ignores it, and only the main thread may set a handler.
@@ -83,7 +83,7 @@ def interrupted_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the command with one line and status 1 for what its user can mend: values, files, a package to install."""
+    """End the command with one line and status 1 for errors that a user can mend: values, files, missing packages."""
     try:
         yield
     except KeyboardInterrupt:
@@ -106,7 +106,7 @@ def _follows_interrupt(error: BaseException | None) -> bool:
 
 
 def _in_words(error: Exception) -> str:
-    """One line; an error of the system without its number, behind the path."""
+    """An error in one line; an error of the system as its path and its message, without a number."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())
@@ -119,7 +119,7 @@ def _how_to_install(module: str) -> str:
     if "[" not in requirement:
         return f": pip install {requirement}"
     try:
-        # To a package that is there, wherever it came from, pip adds what its extra lacks: it need not be published.
+        # pip adds an extra to an installed package, even to one that is not published.
         distribution("txl-hf")
     except PackageNotFoundError:
         return f': pip install "{requirement.replace("txl-hf", ".")}" in the folder of the clone'
@@ -207,8 +207,8 @@ def add_scoring_options(parser: argparse.ArgumentParser, data: str, plot: str) -
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Refuse before any work a text that is not there, and what would stop it at its end: files that are there, or
-    cannot be written, one file for both, a plot that nothing can draw.
+    """Refuse, before any work, a text that does not exist, output files that exist or cannot be written, one file for
+    both, and a plot in a format that cannot be drawn.
     """
     if not options.data.exists():
         raise FileNotFoundError(f"--data {options.data} does not exist: write one with txl-prepare")
@@ -222,7 +222,7 @@ def check_files(options: argparse.Namespace) -> None:
     if options.plot is not None:
         if options.output is not None and options.output.resolve() == options.plot.resolve():
             raise ValueError(f"--output and --plot are the same file, {options.plot}: give each its own")
-        import matplotlib.pyplot  # noqa: F401 -- where it is missing, here is the place to say so.
+        import matplotlib.pyplot  # noqa: F401 -- a missing matplotlib is an error here.
         from matplotlib.backend_bases import FigureCanvasBase
 
         drawn = FigureCanvasBase.get_supported_filetypes()

@@ -1,8 +1,7 @@
-"""Files and folders that are whole or not there, whenever the process dies and wherever the power fails.
+"""Files and folders that are complete or absent, even if the process is killed or the power fails.
 
-What is written is written aside, brought to the disk, and given its name last: a rename is done or not done, and what
-it names is on the disk by then. Where an error ends the writing nothing is left; where the process is killed, a name
-that begins with `UNFINISHED_PREFIX` is.
+Contents are written under another name, synced to the disk, and renamed last, because a rename is atomic. After an
+error nothing is left; after a kill, a name that begins with `UNFINISHED_PREFIX`.
 """
 
 import errno
@@ -18,12 +17,12 @@ from typing import Any
 from filelock import FileLock, Timeout
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-# Uploads of an output directory leave out what begins so.
+# Beginning of the names of unfinished files, which uploads of an output directory leave out.
 UNFINISHED_PREFIX = "_unfinished"
 LOCK_NAME = "run.lock"
-# Written last into a checkpoint: which run wrote it, and what files it is of.
+# Written last into a checkpoint: the run that wrote it, and the list of its files.
 MANIFEST_NAME = "checkpoint_files.json"
-# What torch, safetensors and pyarrow say, in errors of their own, where the system refuses to write.
+# Parts of the errors that torch, safetensors and pyarrow raise where the system refuses to write.
 _REFUSED_WRITES = (
     *("inline_container.cc", "iostream error", "PytorchStreamWriter", "I/O error", "IoError"),
     "Error writing bytes to file",
@@ -46,9 +45,9 @@ def is_repo_id(name: str) -> bool:
 
 @contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
-    """A path to write a file to, which takes the place of `path` at the end.
+    """A path to write a file to, which is renamed to `path` at the end.
 
-    Its name ends as that of `path` does, for writers that choose a format by the suffix.
+    Its suffix is that of `path`, for writers that choose a format by the suffix.
     """
     path = Path(path)
     aside = path.with_name(f"{UNFINISHED_PREFIX}-{os.getpid()}-{path.name}")
@@ -80,16 +79,16 @@ def keep_options(path: Path, options: Mapping[str, Any]) -> None:
 
 
 def options_that_differ(before: Mapping[str, Any], today: Mapping[str, Any]) -> str:
-    """Each with both of its values, in the order of their names; "" where all are the same."""
+    """The options that differ, each with both values, in the order of their names; "" where none does."""
     pairs = ((name, before.get(name), today.get(name)) for name in sorted(before.keys() | today.keys()))
     return ", ".join(f"{name} was {old} and is {new}" for name, old, new in pairs if old != new)
 
 
 @contextmanager
 def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
-    """An empty folder to fill, which takes the place of `path`, if there is one, at the end. Its parents are made.
+    """An empty folder to fill, which is renamed to `path` at the end and replaces it. Its parents are made.
 
-    It has the name of `path`, for writers that put that into what they write, as model cards do.
+    It has the name of `path`, for writers that put the folder's name into files, as model cards do.
     """
     path = Path(path)
     aside = path.with_name(f"{UNFINISHED_PREFIX}-{os.getpid()}-{path.name}")
@@ -104,14 +103,14 @@ def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def move_into_place(written: Path, final: Path) -> None:
-    """Bring a file or folder to the disk and rename it, in place of what has that name.
+    """Sync a file or folder to the disk and rename it, in place of a file or folder of that name.
 
-    A folder cannot take the place of another in one go: for a moment neither has the name. Both are there, the old one
-    beside the new one, until the new one has it.
+    A folder cannot replace another in one operation: for a moment neither has the name. The old one stays beside the
+    new one until the new one has it.
     """
     sync(written)
     if written.is_dir() and final.is_symlink():
-        # The link is replaced, not the folder that it leads to.
+        # The link is replaced, not its target.
         final.unlink()
     if written.is_dir() and final.is_dir():
         replaced = Path(tempfile.mkdtemp(prefix=f"{UNFINISHED_PREFIX}-replaced-", dir=final.parent))
@@ -130,7 +129,7 @@ def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
         yield
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
-            # A failed write has no file name.
+            # The OSError of a failed write has no file name.
             error.filename = error.filename or os.fspath(folder)
             raise
         if not any(words in str(error) for words in _REFUSED_WRITES):
@@ -141,10 +140,10 @@ def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """A context in which other processes are kept from a folder; a process that ends in it, however, lets go of it.
+    """A context that locks a folder against other processes; the lock ends with the process.
 
     Raises:
-        BlockingIOError: another process has it.
+        BlockingIOError: another process has the lock.
     """
     lock = FileLock(folder / LOCK_NAME)
     try:
@@ -170,12 +169,12 @@ def sync(path: Path) -> None:
 
 def _sync_one(path: Path) -> None:
     if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folders.
+        return  # Windows cannot open folders.
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems know no such thing for a folder.
+        # Some network file systems cannot sync a folder.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -11,9 +11,9 @@ from contextlib import nullcontext
 
 from .command_line import one_line_errors
 
-# Without lm_eval the command ends in one line; an import fails as any does.
+# Without lm_eval the command ends in one line, and an import raises as usual.
 with one_line_errors() if __name__ == "__main__" else nullcontext():
-    # It registers its own models, which it does by itself only where there is none yet.
+    # Registers lm_eval's own models, because lm_eval does so by itself only while no model is registered.
     import lm_eval.models  # noqa: F401
     from lm_eval.api.registry import model_registry
 

@@ -48,10 +48,10 @@ def set_fused_forward(
 
     Args:
         temperature: of the distributions. in_fp32: compute them in fp32, whatever parameters and autocast are.
-        autocast: the context of the fused computations, as the accelerator has it.
+        autocast: the accelerator's context for the fused computations.
     """
 
-    # `generate` looks in the signature for what it may pass on.
+    # `generate` reads in the signature which arguments it may pass.
     @functools.wraps(type(model).forward)
     def forward(self, *args, fused_lm_head=False, labels=None, shift_labels=None, num_items_in_batch=None, **kwargs):
         if not fused_lm_head:

@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING, Any
 
 from ..transfo_xl.tokenization_transfo_xl_backend import lines_of, open_lines
 
-# Of the extra `train`: imported where a text is read.
+# pyarrow and datasets are in the extra `train`, so functions that read a text import them.
 if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
 
 SPLITS = ("train", "validation", "test")
-# Lines that are read, counted or tokenised together.
+# Number of lines that are read, counted or tokenised at once.
 LINES = 4096
 
-# Plain text; what packs a file; files of records, with their reader in datasets; and the words of a name that tell its
-# split.
+# Suffixes of plain text, of packed files, of archives and of records (with their reader in datasets), and the words in
+# a file's name that name its split.
 TEXT_SUFFIXES = (".txt", ".text", ".tokens", ".raw")
 OPENERS: dict[str, Callable] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
-# The last is of zip files that are encrypted, or packed in a way that Python does not know.
+# zipfile raises RuntimeError for an encrypted file and for a compression that Python does not support.
 DAMAGED = (shutil.ReadError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
 RECORDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 SPLIT_WORDS = {
@@ -53,8 +53,8 @@ class Convention:
 
     Attributes:
         layouts: patterns of the file names of train, validation and test; the first layout that is complete is read.
-            Without any, the words in the files' names tell.
-        whole: pattern of the one file that the corpus may be instead, which is then cut 90 : 5 : 5.
+            Without any, words in the file names decide.
+        whole: pattern of the one file that may hold the whole corpus, which is then cut 90 : 5 : 5.
         stream: the corpus is one stream of symbols, not lines.
         mode, lower_case: as for TransfoXLTokenizer.
         counted: the splits whose symbols make the vocabulary.
@@ -62,7 +62,7 @@ class Convention:
         max_size: keep at most so many, the most frequent ones.
         vocabulary: name of a file with the vocabulary beside the text.
         hub: data set and configuration on the Hub.
-        own: a text of one's own, whose vocabulary nobody published.
+        own: a user's text, for which no vocabulary was published.
     """
 
     layouts: tuple[tuple[str, str, str], ...]
@@ -122,10 +122,10 @@ class Source:
 
 
 def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -> Source:
-    """The files of a folder, an archive (unpacked into `scratch`) or the one file that a corpus is.
+    """The files of a corpus: of a folder, of an archive (unpacked into `scratch`), or the one file.
 
     Raises:
-        ValueError: they are not laid out as the corpus, or it is not clear which file is what.
+        ValueError: the names match no layout of the corpus, or the split of a file is ambiguous.
     """
     folder = unpacked(path, scratch)
     if folder.is_file():
@@ -146,8 +146,8 @@ def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -
 
 
 def own_text(folder: Path, path: Path) -> Source:
-    """The texts in a folder, by the words in their names that tell a split; a text whose name tells none is not read
-    beside such ones, as it may be held out.
+    """The texts in a folder, by the word in their name that names a split. Beside them, a text without such a word is
+    not read, because it may be held out.
     """
     everything = matches(folder, "*")
     texts = [file for file in everything if suffix_of(file) in TEXT_SUFFIXES]
@@ -177,13 +177,13 @@ def own_text(folder: Path, path: Path) -> Source:
 
 
 def suffix_of(file: Path) -> str:
-    """The suffix of a file in small letters, without that of `OPENERS`."""
+    """The suffix of a file in lower case, without one of `OPENERS` behind it."""
     name = Path(file.stem) if file.suffix.lower() in OPENERS else file
     return name.suffix.lower()
 
 
 def check_is_plain(file: Path) -> None:
-    """Refuse a file whose name says that it is no plain text, with the command that reads it."""
+    """Refuse a file whose suffix is not of plain text; the error has the command that reads it."""
     as_it_is = "rename it to end in .txt to read it as it is"
     if suffix_of(file) in RECORDS:
         raise ValueError(
@@ -215,12 +215,12 @@ def some_names(folder: Path) -> str:
 
 
 def files_below(folder: Path, pattern: str = "*") -> list[Path]:
-    """The files of a folder, however nested, but for hidden ones and those that macOS adds to an archive.
+    """The files below a folder, except hidden files and those that macOS adds to an archive.
 
-    Links to folders are gone into, each folder once.
+    Links to folders are followed; each folder is read once.
 
     Raises:
-        ValueError: a link leads nowhere.
+        ValueError: the target of a link does not exist.
     """
     hidden = (".", "__MACOSX")
     found: list[Path] = []
@@ -247,7 +247,7 @@ def matches(folder: Path, pattern: str) -> list[Path]:
 
 
 def wanted(convention: Convention) -> str:
-    """The files that a corpus is distributed as, for an error."""
+    """The files in which a corpus is distributed, for an error."""
     forms = [", ".join(dict.fromkeys(layout)) for layout in convention.layouts]
     if convention.whole == "*":
         forms = ["one text file", "a folder of them"]
@@ -260,7 +260,7 @@ def unpacked(path: Path, scratch: Path) -> Path:
     """The path itself, or the folder in `scratch` that an archive is unpacked into.
 
     Raises:
-        ValueError: it does not exist, is damaged, or has a file that would be written outside of the folder.
+        ValueError: the path does not exist, or the archive is damaged or has a file for a place outside of the folder.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")
@@ -270,7 +270,7 @@ def unpacked(path: Path, scratch: Path) -> Path:
     if not (is_zip or hasattr(tarfile, "data_filter")):
         raise ValueError(f"Python before 3.11.4 unpacks no {path.suffix} safely: unpack {path} and give the folder")
     try:
-        # Both write nothing outside of the folder; the filter refuses links and devices that would.
+        # Neither unpacker writes outside of the folder; tarfile's filter refuses links and devices that would.
         if is_zip:
             shutil.unpack_archive(path, folder, "zip")
         else:
@@ -298,9 +298,9 @@ def decompressed(path: Path, scratch: Path) -> Path:
 
 
 def read_files(source: Source, path: Path, convention: Convention, mode: str | None, scratch: Path) -> dict[str, Any]:
-    """The text of each split: bytes of a stream, or a Dataset of lines with their ends in the column "text".
+    """The text of each split: bytes of a stream, or a Dataset with lines, their ends included, in the column "text".
 
-    `mode` is the tokenizer's, None for one that is not a `TransfoXLTokenizer`: see `open_lines`.
+    `mode` is the tokenizer's; None unless it is a `TransfoXLTokenizer`: see `open_lines`.
     """
     if convention.stream:
         return {split: decompressed(paths[0], scratch).read_bytes() for split, paths in source.splits.items()}
@@ -311,8 +311,8 @@ def read_files(source: Source, path: Path, convention: Convention, mode: str | N
 
 
 def read_lines(paths: list[Path], mode: str | None, scratch: Path, split: str) -> "Dataset":
-    """The lines of files one after the other, by way of a file on the disk."""
-    # Not by load_dataset("text"), which takes brackets, asterisks and double colons in a path for patterns.
+    """The lines of files, one after the other, as a Dataset on the disk."""
+    # `load_dataset("text")` reads brackets, asterisks and double colons in a path as patterns, so it is not used.
     import pyarrow as pa
     from datasets import Dataset
 
@@ -323,7 +323,7 @@ def read_lines(paths: list[Path], mode: str | None, scratch: Path, split: str) -
                 for lines in _batches(decompressed(path, scratch), mode):
                     check_is_text(path, lines, mode)
                     if path != paths[-1] and not lines[-1].endswith("\n"):
-                        lines[-1] += "\n"  # Or it would be one line with the next file's first.
+                        lines[-1] += "\n"  # Otherwise it would join the next file's first line.
                     writer.write_batch(pa.record_batch([pa.array(lines, pa.string())], schema))
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} is not UTF-8 text: {error}") from None
@@ -331,7 +331,7 @@ def read_lines(paths: list[Path], mode: str | None, scratch: Path, split: str) -
 
 
 def check_is_text(path: Path, lines: Iterable[str], mode: str | None) -> None:
-    """Refuse lines of a file that is valid UTF-8 by chance. In mode `"bytes"` any byte is a symbol."""
+    """Refuse zero bytes, which are valid UTF-8 but not text. Mode `"bytes"` allows them."""
     if mode != "bytes" and any("\0" in line for line in lines):
         raise ValueError(f"{path} is no text: it has zero bytes, as archives and UTF-16 without its mark do")
 
@@ -345,14 +345,14 @@ def _batches(path: Path, mode: str | None) -> Iterator[list[str]]:
 def read_rows(
     name: str, config: str | None, column: str, convention: Convention, mode: str | None, scratch: Path
 ) -> dict[str, "Dataset | bytes"]:
-    """The splits of a data set as `read_files` gives those of files; a row is lines, the last with or without its end.
+    """The splits of a data set in the form of `read_files`. A row holds lines; the end of the last may be missing.
 
     Args:
-        name: on the Hub, or of a folder, or of one file of `RECORDS`.
+        name: name on the Hub, a folder, or a file of `RECORDS`.
 
     Raises:
-        ValueError: it does not load, or lacks a split, the column, or a text in a row of it, or two of its splits may
-            be one of ours.
+        ValueError: the data set does not load, lacks a split, the column or the text of a row, or has two splits for
+            one of `SPLITS`.
     """
     from datasets import Features, Value
 
@@ -401,16 +401,16 @@ def load_rows(name: str, config: str | None) -> dict[str, "Dataset"]:
 
 
 def choose_splits(name: str, found: list[str], convention: Convention) -> dict[str, str]:
-    """Which split of a data set is which of ours: that of its exact name, or else the one whose name's words tell."""
+    """The data set's split for each of `SPLITS`: that of the same name, or else one with a word of `SPLIT_WORDS`."""
     told: dict[str | None, list[str]] = {}
     exact = set(found) & set(SPLITS)
     for its_name in found:
         split = its_name if its_name in exact else None
-        # Where each has its exact name, words do not count: those of `dev_test` tell of two.
+        # Where all exact names exist, words are not read, because a name such as `dev_test` has words of two splits.
         if split is None and len(exact) < len(SPLITS) and (told_by := split_of(Path(its_name), Path())) not in exact:
             split = told_by
         told.setdefault(split, []).append(its_name)
-    # A text that may be held out is never trained on, nor left out: one split alone is cut.
+    # Only a data set whose one split is `train` is cut, because any other split may be held out.
     splits = SPLITS[:1] if convention.whole is not None and set(told) == {"train"} else SPLITS
     if missing := [split for split in splits if split not in told]:
         alone = ", or with train alone, which is cut" if convention.whole is not None else ""
@@ -442,7 +442,7 @@ def check_texts(rows: "pa.ChunkedArray", place: str):
 
 
 def split_lines(rows: list[str], mode: str | None) -> dict[str, list[str]]:
-    """The lines of rows, each with its end, as `open_lines` gives those of a file."""
+    """The lines of rows, each with its line end, split as `open_lines` splits a file."""
     texts = (row if row.endswith("\n") else row + "\n" for row in rows)
     return {"text": [line for text in texts for line in lines_of(text, mode)]}
 
@@ -454,7 +454,7 @@ def useful_processes(pieces: int, num_proc: int) -> int | None:
 
 
 def cut(text, convention: Convention) -> dict:
-    """A text in 90, 5 and 5 %: of 100,000,000 bytes 90 M, 5 M and 5 M."""
+    """A text cut into 90, 5 and 5 %: of 100,000,000 bytes 90 M, 5 M and 5 M."""
     held_out = len(text) // 20
     if held_out == 0:
         unit = "bytes" if convention.stream else "line(s)"

@@ -21,14 +21,14 @@ from .midi import is_midi_tokenizer, load_midi_tokenizer
 
 
 def load_config(name: str, option: str = "--model") -> TransfoXLConfig:
-    """The configuration of a model. A name that is no folder is printed first: without a network, the Hub answers
-    late.
+    """The configuration of a model. A name that is no folder is printed before the Hub is contacted, because an error
+    without a network takes long.
 
     Args:
         option: the option of a command that gave the name.
 
     Raises:
-        ValueError: it does not load, or is of another model.
+        ValueError: the configuration does not load, or is of another model type.
     """
     if not Path(name).exists() and is_repo_id(name):
         print(f"{name} is no folder here: looking for it on the Hub", file=sys.stderr)
@@ -50,7 +50,7 @@ def load_language_model(name: str, **options) -> TransfoXLForCausalLM:
         options: of `from_pretrained`.
 
     Raises:
-        ValueError: its weights lack something, such as the softmax, which would be made anew.
+        ValueError: its weights lack tensors, such as the softmax, which would be random.
     """
     model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
     if missing := sorted(report["missing_keys"]):
@@ -60,10 +60,10 @@ def load_language_model(name: str, **options) -> TransfoXLForCausalLM:
 
 
 def check_model_folder(name: str):
-    """Refuse folders that are mistaken for a model's; errors of any other name are transformers' own.
+    """Refuse folders that look like a model's and hold none; for other names transformers raises errors.
 
     Raises:
-        ValueError: it is an adapter, or a checkpoint of a run.
+        ValueError: the folder holds an adapter, or a checkpoint of a run.
     """
     folder = Path(name)
     if (folder / CONFIG_NAME).exists():
@@ -80,10 +80,10 @@ def check_model_folder(name: str):
 
 
 def find_device(name: str | None) -> str:
-    """The device of this name; without one the GPU, or the CPU where there is none.
+    """The device of this name. None: the GPU, or the CPU where there is no GPU.
 
     Raises:
-        ValueError: there is no such device here.
+        ValueError: the device does not exist.
     """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -103,7 +103,7 @@ def load_tokenizer(name: str | Path, **options) -> Any:
         options: of transformers' `from_pretrained`: `revision`, `trust_remote_code`.
 
     Raises:
-        ValueError: there is none, or it cannot be read.
+        ValueError: there is no tokenizer, or it cannot be read.
     """
     if is_midi_tokenizer(name):
         return load_midi_tokenizer(name)
@@ -117,14 +117,14 @@ def find_tokenizer(name: str | Path) -> Any:
     """The tokenizer of a folder or on the Hub, or None where there is none.
 
     Raises:
-        ValueError: there is one that cannot be read.
+        ValueError: the tokenizer cannot be read.
     """
     if Path(name).is_dir() and not has_tokenizer(name):
         return None
     try:
         return load_tokenizer(name)
     except ValueError:
-        # The files on the Hub are in the cache by now.
+        # `load_tokenizer` has put the Hub's files into the cache.
         if has_tokenizer(name):
             raise
         return None
@@ -146,7 +146,7 @@ def check_symbols_of(model: str | Path, tokenizer: Any, data: Any) -> None:
 
     Args:
         model: folder or name on the Hub; without a tokenizer there, nothing is compared.
-        tokenizer: the text's.
+        tokenizer: tokenizer of the text.
         data: name of the text in the error.
 
     Raises:
@@ -166,13 +166,13 @@ def check_symbols_of(model: str | Path, tokenizer: Any, data: Any) -> None:
 def _list_symbols(tokenizer: Any) -> list[str]:
     if hasattr(tokenizer, "convert_ids_to_tokens"):
         return tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    # One of MidiTok.
+    # A tokenizer of MidiTok.
     vocabulary = tokenizer.vocab_model or tokenizer.vocab
     return sorted(vocabulary, key=vocabulary.get)
 
 
 def ends_lines(tokenizer: Any) -> bool:
-    """Whether a line ends in a token instead of its line feed: with vocabularies of words that have one for it."""
+    """Whether a line ends in a token instead of its line feed: in word modes whose vocabulary has such a token."""
     if getattr(tokenizer, "mode", None) not in WORD_MODES:
         return False
     return tokenizer.line_ends or tokenizer.eos_token is not None
@@ -181,15 +181,15 @@ def ends_lines(tokenizer: Any) -> bool:
 def fill_special_tokens(
     config: PreTrainedConfig | GenerationConfig, tokenizer: Any, document_end: int | None = None
 ) -> None:
-    """Set those of `bos_token_id`, `eos_token_id` and `pad_token_id` that a configuration leaves open.
+    """Set `bos_token_id`, `eos_token_id` and `pad_token_id` where they are None in a configuration.
 
     `eos_token_id`, at which `generate` stops, is the token that ends documents, otherwise the tokenizer's `eos_token`.
-    Where that ends each line (`ends_lines`), it stays open: `generate` would stop after a heading or an empty line.
-    `pad_token_id` stays open where that token also begins texts or ends lines: without an `attention_mask`, `generate`
-    would mask it in a prompt.
+    If `eos_token` ends each line (`ends_lines`), `eos_token_id` stays None, because `generate` would stop after a
+    heading or an empty line. `pad_token_id` stays None if that token also begins texts or ends lines, because
+    `generate` without an `attention_mask` would mask it in a prompt.
 
     Args:
-        config: of a model or of its generation; fields that are set stay.
+        config: configuration of a model or of its generation; fields that are set do not change.
         tokenizer: one of transformers or of MidiTok.
         document_end: the token that ends each document of the training text, if one does.
     """
@@ -197,7 +197,7 @@ def fill_special_tokens(
     in_texts = {found["bos_token_id"], found["eos_token_id"]}
     if document_end is not None or ends_lines(tokenizer):
         found["eos_token_id"] = document_end
-    # A token that ends texts and pads them is not masked in a prompt.
+    # `generate` does not mask a pad token that is `eos_token_id` too.
     if found["pad_token_id"] in in_texts - {found["eos_token_id"]}:
         found["pad_token_id"] = None
     for name, token in found.items():

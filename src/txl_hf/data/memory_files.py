@@ -1,7 +1,7 @@
-"""Memories as files: a text is read once, and any later process goes on from there.
+"""Memories as files: a text is read once, and any later process continues from its memory.
 
-A file is safetensors: the tensors of `mems`, or those of a `MemoryCache` or `StaticMemoryCache`. Its metadata say
-which version of the format it is, whose memory, what a cache counts, and the SHA-256 of all that.
+A file is safetensors: the tensors of `mems`, or those of a `MemoryCache` or `StaticMemoryCache`. Its metadata hold the
+format's version, the model's name and fingerprint, the counts of a cache, and the SHA-256 of all contents.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 
 FORMAT = "1"
 CACHES: dict[str, Any] = {kind.__name__: kind for kind in (MemoryCache, StaticMemoryCache)}
-# What the states of a text depend on beside the weights, their names and shapes, and the lengths, which each call may
-# choose.
+# Configuration fields that the states of a text depend on. Sizes are left out, because the weights' shapes show them,
+# and lengths, because each call may choose them.
 FIELDS = (
     *("attn_type", "n_head", "d_head", "pre_lnorm", "layer_norm_epsilon"),
     *("same_length_counts_self", "mlp_output_relu", "initial_memory"),
@@ -41,14 +41,14 @@ FIELDS = (
 
 
 class HeldCache(NamedTuple):
-    """The contents of a cache in tensors of their own, without empty room; any number of caches are made of it.
+    """A copy of a cache's keys and values, without unused columns, from which `restore` makes any number of caches.
 
     Attributes:
         kind: the name of its class.
-        counts: `mem_len`; `length`, the keys that it has taken, those of a memory before the text included;
+        counts: `mem_len`; `length`, the number of keys that it has read, with those of a memory before the text;
             `initial_length` and `projected`, as in `DecodingState`.
         tensors: `keys.i` and `values.i` of each layer, (B, H, n, Dh) with n ≤ M, in order of time; `mask`, (B, n)
-            bool, where some are not real; `padding` as in `DecodingState`, where there is some.
+            bool, if some are not real; `padding` as in `DecodingState`, if there is any.
     """
 
     kind: str
@@ -61,7 +61,7 @@ class HeldCache(NamedTuple):
 
     @classmethod
     def of(cls, cache: Any) -> "HeldCache":
-        """Raises a ValueError for an empty cache, and for one of another class than this package's."""
+        """Copy a cache. Raises a ValueError if it is empty or of a class outside `CACHES`."""
         kind = type(cache).__name__
         if kind not in CACHES or not cache.layers[0].is_initialized:
             raise ValueError(
@@ -83,7 +83,7 @@ class HeldCache(NamedTuple):
 
     @torch.no_grad()
     def restore(self, config: TransfoXLConfig) -> Any:
-        """A cache that goes on as the one that was held, on the device of the tensors."""
+        """A new cache with these contents, on the device of the tensors."""
         counts, tensors = self.counts, self.tensors
         cache = CACHES[self.kind](config, counts["mem_len"])
         for i, layer in enumerate(cache.layers):
@@ -91,7 +91,7 @@ class HeldCache(NamedTuple):
             setattr(layer, "written_together" if cache.is_compileable else "cumulative_length", counts["length"])
         mask = tensors.get("mask")
         if mask is not None and cache.is_compileable:
-            # A graph writes into it.
+            # CUDA graphs write into the mask, so it is a copy at a fixed address.
             mask = static_address(mask.clone())
         end, padding = counts["length"] - counts["initial_length"], tensors.get("padding")
         state = DecodingState(counts["initial_length"], mask, end, padding, projected=counts["projected"])
@@ -100,11 +100,11 @@ class HeldCache(NamedTuple):
 
 
 def save_memory(path: str | os.PathLike, model: PreTrainedModel, outputs: Mapping[str, Any]) -> None:
-    """Write the memory that a call has returned to a file of safetensors, as a whole or not at all.
+    """Write the memory that a call has returned to a file of safetensors, complete or not at all.
 
     Args:
-        path: of the file; one that is there is replaced.
-        model: the one that was called. All of its weights are read, for its fingerprint.
+        path: path of the file; an existing file is replaced.
+        model: the model that was called. All of its weights are read, for its fingerprint.
         outputs: of the model, of `generate(…, return_dict_in_generate=True)` or of `load_memory`: with `mems` and
             `mems_mask`, or a `MemoryCache` or `StaticMemoryCache` as `past_key_values`.
 
@@ -139,8 +139,8 @@ def load_memory(path: str | os.PathLike, model: PreTrainedModel) -> dict[str, An
 
     Args:
         path: of a file that `save_memory` wrote.
-        model: with the configuration and the weights of the one that was called, whatever its lengths and its head;
-            weights count as they are in bfloat16, so that those in float32 may have been rounded to it in between.
+        model: a model with the configuration and weights of the one that was called; lengths and head may differ.
+            Weights are compared in bfloat16, so float32 weights may have been rounded to bfloat16 in between.
 
     Returns:
         `mems` and `mems_mask`, or `past_key_values`, as they were saved.
@@ -185,7 +185,7 @@ def _describe(model: PreTrainedModel) -> str:
 
 
 def _fingerprint(model: PreTrainedModel) -> str:
-    """Of the fields and weights that the states of a text depend on; the same for any head."""
+    """A hash of `FIELDS` and of the body's weights, which the states of a text depend on; the same for any head."""
     fields = json.dumps([getattr(model.config, name) for name in FIELDS])
     named = model.base_model.named_parameters()
     return _hash(fields, ((name, weight.detach().to(torch.bfloat16)) for name, weight in named))[:16]

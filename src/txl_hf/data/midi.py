@@ -1,6 +1,6 @@
 """MIDI files as tokens of MidiTok, for `txl-prepare --corpus midi`: read, split, transposed, tokenised.
 
-MidiTok, symusic and mido are in the extra `music`. They are imported where they are used: a text needs none of them.
+MidiTok, symusic and mido are in the extra `music`. Functions import them, because a text needs none of them.
 """
 
 import hashlib
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 MIDI_SUFFIXES = (".mid", ".midi", ".kar")
 DRUM_CHANNEL = 9
-# The column of compound tokens; that of plain ones is token_ids.
+# Column of compound tokens; plain tokens are in `token_ids`.
 EVENTS = "events"
-# Positions of a quarter note in fingerprints: of triplets and of 32nd notes.
+# Time steps of a quarter note in fingerprints; triplets and 32nd notes take a whole number of them.
 COMPARED = 24
-# Quarter notes, two days at any tempo. A damaged time is read as centuries, each bar of which would be a token.
+# Longest piece, in quarter notes: a damaged time is read as centuries, and MidiTok would write a token for each bar.
 LONGEST = 100_000
 TOKENIZER_FILE = "tokenizer.json"
-# Files for which a process is started.
+# Files for each process that is started.
 FILES = 64
-# Program changes that are written into other tracks, at most: a second's work.
+# Most program changes that are copied into other tracks, which takes a second.
 MOST_JOINED = 1_000_000
-# The first bytes of a program change and of a note, of any channel but that of drums.
+# First bytes of a program change and of a note, on any channel except that of drums.
 PROGRAM_CHANGE = re.compile(rb"[\xc0-\xc8\xca-\xcf](?=[\x00-\x7f])")
 NOTE = re.compile(rb"[\x90-\x98\x9a-\x9f](?=[\x00-\x7f])")
-# A key of more sharps or flats than there are, which mido refuses; symusic does not.
+# A key signature with more sharps or flats than there are, which mido refuses and symusic reads.
 NO_KEY, C_MAJOR = re.compile(rb"\xff\x59\x02(?![\x00-\x07\xf9-\xff][\x00\x01])..", re.DOTALL), b"\xff\x59\x02\0\0"
 
-# How MidiTok changes a piece in silence.
+# Changes that MidiTok makes to a piece without a warning.
 OTHER_METRE = "with a time signature that the tokenizer lacks, and passes over"
 OTHER_TEMPO = "with a tempo beyond the tokenizer's, which takes its nearest"
 KEYLESS = "that begin without a key signature, which the tokenizer reads as C major"
@@ -52,10 +52,10 @@ class Piece(NamedTuple):
 
     Attributes:
         path: of the file.
-        name: its path in the folder that was given.
-        fingerprint: equal for copies and transpositions of the piece alone.
-        notes: those in its tokens.
-        lost: notes that are not, as the tokenizer lacks their pitch or instrument, or has them already.
+        name: its path relative to the folder that was given.
+        fingerprint: equal only for copies and transpositions of the piece.
+        notes: number of notes in its tokens.
+        lost: number of notes left out, because the tokenizer lacks their pitch or instrument, or has them already.
         remarks: those of `OTHER_METRE`, `OTHER_TEMPO` and `KEYLESS` that apply.
     """
 
@@ -73,7 +73,7 @@ class Piece(NamedTuple):
 def make_midi_tokenizer(tokens: str) -> "MusicTokenizer":
     """MidiTok's REMI, or its compound words, for music of any pitches, instruments, keys, metres and tempos.
 
-    A note of more than 12 beats becomes one of 12.
+    Notes longer than 12 beats are shortened to 12.
     """
     import miditok
 
@@ -92,7 +92,7 @@ def make_midi_tokenizer(tokens: str) -> "MusicTokenizer":
 
 
 def is_midi_tokenizer(folder: Path | str) -> bool:
-    """Whether a folder has a tokenizer of MidiTok, whose file has the name of those of transformers."""
+    """Whether `tokenizer.json` in a folder is of MidiTok, not of transformers."""
     try:
         return "tokenization" in json.loads((Path(folder) / TOKENIZER_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -100,10 +100,10 @@ def is_midi_tokenizer(folder: Path | str) -> bool:
 
 
 def load_midi_tokenizer(folder: Path | str) -> "MusicTokenizer":
-    """The tokenizer in a folder, whichever of MidiTok's classes it is of.
+    """The tokenizer in a folder, of any of MidiTok's classes.
 
     Raises:
-        ValueError: there is none, or it is none of MidiTok's.
+        ValueError: there is no tokenizer, or it is not one of MidiTok's.
     """
     import miditok
 
@@ -121,7 +121,7 @@ def load_midi_tokenizer(folder: Path | str) -> "MusicTokenizer":
 
 
 def boundary_tokens(tokenizer: "MusicTokenizer") -> tuple[Any, Any]:
-    """The tokens BOS and EOS, between which a piece lies: an id each, or an event of compound tokens each.
+    """The tokens BOS and EOS around each piece: two ids, or two events of compound tokens.
 
     Raises:
         ValueError: the tokenizer has no such tokens, or makes a sequence of each track.
@@ -141,8 +141,7 @@ def boundary_tokens(tokenizer: "MusicTokenizer") -> tuple[Any, Any]:
 def read_pieces(
     folder: Path, tokenizer: "MusicTokenizer", num_proc: int, scratch: Path
 ) -> tuple[list[Piece], dict[str, str], Path]:
-    """The MIDI files of a folder or an archive, the names of those that cannot be used with the reasons, and the
-    folder.
+    """The pieces of a folder or an archive, {name: reason} for files that cannot be used, and the folder.
 
     Raises:
         ValueError: there is no MIDI file that can be used.
@@ -205,10 +204,10 @@ def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
 
 
 def preprocess(score: "Score", tokenizer: "MusicTokenizer") -> tuple["Score", int]:
-    """A score as the tokenizer reads it, and the number of notes that it leaves out.
+    """A score as the tokenizer reads it, and the number of notes that the tokenizer leaves out.
 
     Raises:
-        ValueError: it leaves out all.
+        ValueError: the tokenizer leaves out all notes.
     """
     kept = tokenizer.preprocess_score(score)
     if kept.note_num() == 0:
@@ -217,42 +216,42 @@ def preprocess(score: "Score", tokenizer: "MusicTokenizer") -> tuple["Score", in
 
 
 def has_tempo(tokenizer: "MusicTokenizer", tempo: float) -> bool:
-    """Whether quarter notes a minute lie between the slowest and the fastest of the tokenizer, or it has no tempos."""
+    """Whether a tempo, in quarter notes a minute, is in the tokenizer's range, or the tokenizer has no tempos."""
     tempos = tokenizer.tempos if tokenizer.config.use_tempos else np.array([tempo])
-    # The slowest and the fastest are rounded in a file, which has microseconds of a quarter note.
+    # The limits have a tolerance, because a file rounds a tempo to whole microseconds of a quarter note.
     return bool(tempos.min() - 0.01 <= tempo <= tempos.max() + 0.01)
 
 
 def begins_in_a_key(score: "Score") -> bool:
-    """Whether there is a key signature at the beginning."""
+    """Whether a key signature is at time 0."""
     return any(signature.time == 0 for signature in score.key_signatures)
 
 
 def read_score(path: Path) -> "Score":
-    """A MIDI file, without tempos, metres and keys behind its last note.
+    """The score of a MIDI file, without tempos, time signatures and keys after its last note.
 
     Raises:
-        ValueError: it is damaged, of format 2, has no notes, or does not end.
+        ValueError: the file is damaged, of format 2, has no notes, or does not end.
     """
     import symusic
 
     try:
         data = path.read_bytes()
-        # symusic would read the sequences of such a file as tracks that sound together.
+        # Format 2 is refused, because symusic reads its sequences as tracks that sound together.
         if data[8:10] == b"\x00\x02":
             raise ValueError("it is of format 2, several sequences that are not one piece: save each in a file")
         score = symusic.Score.from_midi(with_programs(data))
     except ImportError:
-        # A missing package is no fault of the file.
+        # A missing package is not reported as a damaged file.
         raise
     except Exception as error:
-        # symusic raises RuntimeError, ValueError and whatever its C++ binding translates.
+        # symusic raises RuntimeError, ValueError and errors that its C++ binding translates.
         raise ValueError(" ".join(str(error).split())) from None
     if score.ticks_per_quarter <= 0:
         raise ValueError(f"it has {score.ticks_per_quarter} ticks per quarter note")
     if score.note_num() == 0:
         raise ValueError("it has no notes")
-    # MidiTok would go on with empty bars until the last of them.
+    # Events after the last note are removed, because MidiTok would write empty bars up to them.
     end = last_end(score)
     for said in (score.tempos, score.time_signatures, score.key_signatures):
         said.filter(lambda event: event.time < end)
@@ -264,11 +263,11 @@ def read_score(path: Path) -> "Score":
 def with_programs(data: bytes) -> bytes:
     """A MIDI file in which each track has the program changes of its channels.
 
-    A program change is of a channel, whichever track it stands in. symusic reads those in the track of the notes
-    alone, and takes notes without one for a piano's.
+    A program change is of a channel, in whichever track it is. symusic reads only those in the track of the notes, and
+    without one assigns a piano.
 
     Raises:
-        ValueError: a track may have notes of a program that another one sets, and mido cannot read the file.
+        ValueError: a track may have notes of a program that another track sets, and mido cannot read the file.
     """
     if not _programs_may_be_elsewhere(data):
         return data
@@ -284,7 +283,7 @@ def with_programs(data: bytes) -> bytes:
     for track in file.tracks:
         times = np.cumsum([message.time for message in track])
         timed.append([message.copy(time=int(time)) for message, time in zip(track, times, strict=True)])
-    # By channel and time: of what begins at once, the last holds.
+    # By channel and time: of program changes at one time, the last counts.
     programs: dict[int, dict[int, tuple[int, Any]]] = defaultdict(dict)
     for i, track in enumerate(timed):
         for message in track:
@@ -295,7 +294,7 @@ def with_programs(data: bytes) -> bytes:
         elsewhere = [message for channel in sounding for j, message in programs[channel].values() if j != i]
         if len(elsewhere) * len(timed) > MOST_JOINED:
             raise ValueError(f"its {len(timed):,} tracks set each other's instruments too often to be told apart")
-        # Of what begins at once, a track's own holds.
+        # Of program changes at one time, the track's own comes last, so it counts.
         ordered = sorted([*elsewhere, *track], key=lambda message: message.time)
         begins = [0, *(message.time for message in ordered)]
         file.tracks[i] = mido.MidiTrack(
@@ -307,9 +306,9 @@ def with_programs(data: bytes) -> bytes:
 
 
 def _programs_may_be_elsewhere(data: bytes) -> bool:
-    """Whether some channel has notes in one track and program changes in another: mido takes a while.
+    """Whether some channel may have notes in one track and program changes in another, without mido, which is slow.
 
-    Nothing is missed. What looks like a channel's message in the bytes may be a time or a text.
+    There are false positives, because a time or a text may contain the bytes of a message, but no false negatives.
     """
     if data[8:10] != b"\x00\x01":
         return False
@@ -328,14 +327,14 @@ def _programs_may_be_elsewhere(data: bytes) -> bool:
 
 
 def last_end(score: "Score") -> int:
-    """Where the last note ends, in ticks; 1 at least."""
+    """The time at which the last note ends, in ticks, at least 1."""
     return max([1, *(note.end for track in score.tracks for note in track.notes)])
 
 
 def fingerprint(score: "Score") -> str:
-    """A hash of when notes begin, from the first one on, and of the intervals between them.
+    """A hash of when notes begin, relative to the first, and of their pitches, relative to the lowest.
 
-    Transposition leaves it as it is, and so does another resolution.
+    Transposition and another resolution of time do not change it.
     """
     first = min(note.time for track in score.tracks for note in track.notes)
     drums: list[np.ndarray] = []
@@ -343,27 +342,27 @@ def fingerprint(score: "Score") -> str:
     for track in score.tracks:
         notes = track.notes.numpy()
         times = (notes["time"].astype(np.int64) - first) * COMPARED
-        # To the nearest: a triplet's ticks are no whole numbers at every resolution.
+        # Rounded, because a triplet's ticks are not whole numbers at every resolution.
         times = (times + score.ticks_per_quarter // 2) // score.ticks_per_quarter
         (drums if track.is_drum else others).append(np.stack([times, notes["pitch"].astype(np.int64)], axis=1))
     digest = hashlib.blake2b(digest_size=16)
     for parts, moves in ((others, True), (drums, False)):
         found = np.unique(np.concatenate(parts), axis=0) if any(len(part) for part in parts) else np.zeros((0, 2))
         if len(found) and moves:
-            # From the piece's lowest pitch on.
+            # Pitches relative to the lowest of the piece.
             found = found - [0, found[:, 1].min()]
         digest.update(found.astype("<i8").tobytes() + b"|")
     return digest.hexdigest()
 
 
 def split_pieces(pieces: list[Piece], root: Path) -> tuple[dict[str, list[Piece]], list[Piece]]:
-    """The pieces of each split, and those left out because another split holds them.
+    """The pieces of each split, and those left out because another split has the same ones.
 
-    Names that tell their split (`split_of`) decide. Without any, 5 % of the pieces are for validation and 5 % for the
-    test, which ones being decided by their fingerprints, so that copies and transpositions of a piece stay together.
+    Names with the word of a split (`split_of`) decide. Without any, 5 % of the pieces are for validation and 5 % for
+    the test, chosen by their fingerprints, so that copies and transpositions of a piece stay together.
 
     Raises:
-        ValueError: names tell only some splits, or a split is empty.
+        ValueError: names give only some splits, or a split is empty.
     """
     named: dict[str | None, list[Piece]] = {}
     for piece in pieces:
@@ -406,10 +405,10 @@ def cut_pieces(pieces: list[Piece]) -> dict[str, list[Piece]]:
 
 
 def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "Score | None":
-    """A copy with its notes, but not drums, and its key signatures moved, and `spelled`; without any, from C major.
+    """A copy with notes, except drums, and key signatures moved; without a signature it is read as in C major.
 
-    None where a pitch would be outside of the tokenizer's `pitch_range` (both ends included), as MidiTok leaves out
-    such a note; never with 0 semitones.
+    None if a pitch would be outside of the tokenizer's `pitch_range` (both ends included), because MidiTok would leave
+    out the note; never None with 0 semitones.
     """
     import symusic
 
@@ -423,7 +422,7 @@ def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "
             return None
         track.shift_pitch(semitones, inplace=True)
     if semitones and not begins_in_a_key(moved):
-        # MidiTok takes what says nothing of its key for C major: moved, it is in another.
+        # MidiTok assumes C major where there is no key signature, so the moved copy needs one.
         moved.key_signatures.insert(0, symusic.KeySignature(0, 0, 0))
     for signature in moved.key_signatures:
         # A semitone up is seven fifths up.
@@ -432,7 +431,7 @@ def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "
 
 
 def spelled(fifths: int) -> int:
-    """Of keys that sound alike the one with the fewer accidentals, from -5 to 6 fifths from C."""
+    """Of enharmonic keys the one with the fewest accidentals, from -5 to 6 fifths from C."""
     return (fifths + 5) % 12 - 5
 
 
@@ -445,7 +444,7 @@ def tokenise_pieces(
     """The tokens of pieces, each between BOS and EOS, one token a row.
 
     Args:
-        pieces: each once, and in the keys up to `semitones` above and below; with any, all in a random order.
+        pieces: each in its key and in the keys up to `semitones` above and below; in random order if there are any.
         tokenizer: with one of compound words, the column is `EVENTS` and a row has an id for each attribute.
         num_proc: processes at most.
         cache: the Arrow file to write.

@@ -22,8 +22,8 @@ into 90, 5 and 5 % of their bytes; their vocabularies have the published 204 and
 `<pad>`, and another symbol is an error: for those, and for another tokenizer, give `--corpus text`.
 
 `--input` is a folder with these files, the archive they come in, or the one file that it is. The names that the
-originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) will do too. Hidden files and folders, and
-`__MACOSX`, are passed over.
+originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) are accepted. Hidden files and folders,
+and `__MACOSX`, are passed over.
 
 `--corpus text` reads files that end in `.txt`, `.text`, `.tokens` or `.raw`, alone or packed (`.gz`, `.bz2`, `.xz`). A
 word in their names or their folders' names says which part they are: train or training; valid, validation, val or dev;
@@ -33,8 +33,8 @@ carriage returns and a byte-order mark are bytes like others; otherwise `\\r\\n`
 mark is no part of the text. Its vocabulary begins with `<eos>`, `<unk>` and `<pad>`.
 
 `--dataset` is a data set on the Hub, a folder of one, or a file of records (`.jsonl`, `.csv`, `.tsv`, `.parquet`), and
-`--column` the name of its texts. The words in the names of its splits say which part they are, as those of files do;
-one that has `train` alone is cut.
+`--column` the name of its texts. A word in the names of its splits says which part they are, as in names of files; a
+data set that has `train` alone is cut.
 
 `--corpus midi` is a folder with MIDI files, however nested, as tokens of MidiTok: REMI, or with `--tokens compound`
 compound words, each an event of several attributes. `--bpe SIZE` joins tokens that often follow one another, and
@@ -61,7 +61,7 @@ files of each split and its counts:
     DatasetDict.load_from_disk(folder)["train"].with_format("numpy")["token_ids"]    # for TokenStream
     AutoTokenizer.from_pretrained(folder)
 
-It appears when all of it is complete, or not at all.
+The folder appears when it is complete, or not at all.
 """
 
 import argparse
@@ -119,7 +119,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 MIDI = "midi"
-# What the command line says of a text's symbols.
+# Options of the command line about the symbols of a text.
 SYMBOLS = ("mode", "lower_case", "min_freq", "max_size")
 
 
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
             information = prepare(options, Path(scratch))
             written = Path(scratch) / "output"
             sync(written)
-            # Not in place of a folder that somebody has filled meanwhile.
+            # `rename` fails if somebody has filled a folder of this name meanwhile.
             written.rename(output)
     for split, counts in information["splits"].items():
         print(f"{split:<10}", ", ".join(f"{count:>11,} {name}" for name, count in counts.items()))
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def no_bars_in_logs() -> Iterator[None]:
-    """No progress bars of datasets where standard error is a log, in which each state of one would be a line."""
+    """Disable datasets' progress bars if standard error is no terminal: a log would get a line for each state."""
     import datasets
 
     silenced = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
@@ -206,7 +206,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_music(parser: argparse.ArgumentParser, options: argparse.Namespace):
-    """Refuse what is for music with a text, and what is for a text with music."""
+    """Refuse options of music with a text, and options of a text with music."""
     chosen = [name for name in ("tokens", "bpe", "transpose") if getattr(options, name) is not None]
     if options.corpus != MIDI:
         if chosen:
@@ -225,7 +225,7 @@ def check_music(parser: argparse.ArgumentParser, options: argparse.Namespace):
 
 
 def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Write the corpus to scratch/output; returns what corpus.json holds."""
+    """Write the corpus to scratch/output; returns the contents of corpus.json."""
     if options.corpus == MIDI:
         return prepare_midi(options, scratch)
     convention = chosen_convention(options)
@@ -252,7 +252,7 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             split: tokenise(lines, tokenizer, options.num_proc, scratch / f"{split}.arrow")
             for split, lines in texts.items()
         }
-        # Of the held-out texts a model's figures are.
+        # Counted for the held-out texts, because a model's figures are of them.
         for split in SPLITS[1:]:
             counts[split] |= count_passed(tokenizer, texts[split]["text"], f"the {split} text")
     for split, found in tokens.items():
@@ -291,14 +291,14 @@ def write(tokens: dict[str, "Dataset"], tokenizer: Any, information: dict[str, A
 
 
 def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
-    """Write a folder of MIDI files to scratch/output; returns what corpus.json holds."""
+    """Write a folder of MIDI files to scratch/output; returns the contents of corpus.json."""
     tokenizer = midi_tokenizer(options)
     begin, end = boundary_tokens(tokenizer)
     pieces, left_out, root = read_pieces(options.input, tokenizer, options.num_proc, scratch)
     splits, repeated = split_pieces(pieces, root)
     tell_pieces(splits, left_out, repeated)
     if options.bpe is not None:
-        # Tokens that often follow one another in these pieces are joined, until there are so many.
+        # BPE joins frequent pairs of tokens until the vocabulary has `options.bpe` entries.
         tokenizer.train(vocab_size=options.bpe, files_paths=[piece.path for piece in splits["train"]])
     tokens, parts = {}, {}
     for split, chosen in splits.items():
@@ -343,7 +343,7 @@ def midi_tokenizer(options: argparse.Namespace) -> Any:
 
 
 def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeated: list[Piece]):
-    """Say what went where, and what went nowhere."""
+    """Print the pieces of each split, the files left out, and notes that were lost or changed."""
     for split, pieces in splits.items():
         print(f"{split}: {some([piece.name for piece in pieces])}")
     if left_out:
@@ -362,14 +362,14 @@ def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeat
 
 
 def chosen_convention(options: argparse.Namespace) -> Convention:
-    """The corpus' convention with what the command line says about a text of one's own."""
+    """The convention of the corpus, with the options of the command line about symbols."""
     convention = CORPORA[options.corpus]
     chosen = {name: getattr(options, name) for name in SYMBOLS}
     convention = dataclasses.replace(
         convention, **{name: value for name, value in chosen.items() if value is not None}
     )
     if options.corpus == "text" and convention.mode in ("characters", "bytes"):
-        # An alphabet is closed: no symbol of the held-out texts may be missing.
+        # Held-out texts count too, because an alphabet should lack none of their symbols.
         convention = dataclasses.replace(convention, counted=SPLITS)
     return convention
 
@@ -377,7 +377,7 @@ def chosen_convention(options: argparse.Namespace) -> Convention:
 def read(
     options: argparse.Namespace, convention: Convention, mode: str | None, scratch: Path
 ) -> tuple[dict[str, Any], dict[str, list[str]] | None, Path | None]:
-    """The text of each split, or of one text to be cut; the names of the files; and the vocabulary's file, if any."""
+    """The text of each split, or one text to be cut; the names of the files; the vocabulary's file, if any."""
     if options.input is not None:
         source = find_files(options.input, options.corpus, convention, scratch)
         names = source.names()
@@ -408,7 +408,7 @@ def source_name(options: argparse.Namespace) -> str:
 
 
 def text_tokenizer(options: argparse.Namespace, convention: Convention) -> PreTrainedTokenizerBase:
-    """That of --tokenizer; where it does not read the corpus as published, it is refused or a warning says so."""
+    """The tokenizer of --tokenizer; an error or a warning where it does not read the corpus as published."""
     name = options.tokenizer
     try:
         tokenizer = load_tokenizer(name)
@@ -435,7 +435,7 @@ def text_tokenizer(options: argparse.Namespace, convention: Convention) -> PreTr
 
 
 def count_lines(lines: "Dataset", num_proc: int) -> dict[str, int]:
-    """Words with one more for each line, characters and bytes."""
+    """Counts of words (and one more for each line), characters and bytes."""
     batches = lines.map(
         count_batch,
         batched=True,
@@ -453,7 +453,7 @@ def count_lines(lines: "Dataset", num_proc: int) -> dict[str, int]:
 
 
 def count_documents(tokens: dict[str, "Dataset"], document_end: int) -> dict[str, int]:
-    """How many documents each split has that are ended."""
+    """The number of ended documents in each split."""
     import pyarrow.compute as pc
 
     columns = {split: data.data.column("token_ids") for split, data in tokens.items()}
@@ -496,7 +496,7 @@ def word_tokenizer(texts: dict[str, "Dataset"], convention: Convention, vocabula
     if convention.mode in LINE_END_MODES:
         options["line_ends"] = True
     if convention.own:
-        # A published vocabulary keeps its size; in one's own, clients find what they ask for.
+        # A user's vocabulary gets the tokens that other programs need; a published vocabulary keeps its size.
         options |= {"eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
     return TransfoXLTokenizer.train_from_iterator(
         batches([texts[split] for split in convention.counted]),
@@ -516,7 +516,7 @@ def batches(texts: list["Dataset"]) -> Iterator[list[str]]:
 
 
 def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> TransfoXLTokenizer:
-    """The vocabulary of a stream of bytes: the most frequent first, ties in the order of first occurrence."""
+    """The tokenizer of a stream of bytes: the most frequent byte first, ties in the order of first occurrence."""
     text = b"".join(texts[split] for split in SPLITS)
     counts = np.bincount(np.frombuffer(text, dtype=np.uint8), minlength=256)
     counts[LINE_FEED] = 0
@@ -533,7 +533,7 @@ def stream_tokens(text: bytes, tokenizer: TransfoXLTokenizer) -> "Dataset":
     import pyarrow as pa
     from datasets import Dataset
 
-    # As a table: from_dict looks at every token.
+    # A pyarrow table, because `from_dict` would look at every token.
     return Dataset(pa.table({"token_ids": encode_bytes(tokenizer, text)}))
 
 

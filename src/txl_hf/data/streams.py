@@ -19,7 +19,7 @@ class TokenStream(Dataset):
     Items are step-major: item `step * G + row` is segment `step` of stream `row`. Read in order in batches of G, row b
     of one batch continues in row b of the next, so that the memory of one step belongs to the segments of the next.
     With several processes and accumulation, micro-batch a of a step holds rows [aG/A, (a + 1)G/A) of all processes;
-    `check_loader` tells whether a loader keeps to that.
+    `check_loader` checks that a loader does so.
 
     An item is {"input_ids", "shift_labels"}, each (e + L,) int64; shift_labels[i] is the token after input_ids[i], so
     that the last token of a segment predicts the first of the next one. The first e ≤ `ext_len` tokens are those
@@ -40,21 +40,21 @@ class TokenStream(Dataset):
         batch_size: G ≥ 1, the streams of one optimiser step: rows per process × processes × accumulation steps.
         keep_remainder: see above.
         loss: "full": a segment has a label for every token. "half": before it, S tokens are read again
-            (`ext_len = segment_length`). Of the 2 S tokens that gradients cross the second half is predicted, each
-            token with a context of at least S; so the paper trains its models with half losses (Table 6).
+            (`ext_len = segment_length`). Gradients cross 2 S tokens, of which the second half has labels, each with a
+            context of at least S; the paper trains its models so with half losses (Table 6).
         ext_len: extended context ≥ 0; S with half losses. With memory it must be the model's `config.ext_len`, which
-            keeps what is read again out of the memory.
+            keeps tokens that are read again out of the memory.
         varlen_seed: seed of segment lengths that vary: L is normal with deviation 5 around S, or around S / 2 in one
-            step of twenty, within [5, S + 15], and of what is left at the end. None: L = S.
+            step of twenty, within [5, S + 15]; the last ends with the text. None: L = S.
         document_end: where documents end in the text: the token that each ends with, or the places behind their last
-            tokens in ascending order. Items then have `resets`, (e + L,) bool, True where a document begins. Its first
-            token is a label as any other, of the last token before it. None: the text is one document.
+            tokens in ascending order. Items then have `resets`, (e + L,) bool, True where a document begins. A
+            document's first token is still a label, of the last token before it. None: the text is one document.
 
     Attributes:
         steps: segments per stream and epoch.
         dropped_tokens: tokens at the end of the text that are in no segment, neither as input nor as label.
-        fingerprint: length and checksum of the text, so that a memory is not resumed with another one.
-        documents: the same of `document_end`; None without it.
+        fingerprint: length and checksum of the text, so that a memory is not resumed with another text.
+        documents: the token of `document_end`, or number and hash of its places; None without it.
 
     Raises:
         ValueError: the text is not a sequence of integers, or too short for one segment per stream; a size is out of
@@ -85,7 +85,7 @@ class TokenStream(Dataset):
         self.varlen_seed = varlen_seed
         self.document_end = check_document_end(document_end, len(token_ids))
         self.documents = describe_document_end(self.document_end)
-        # The very last token is a label only.
+        # The last token of the text is a label only.
         labels = len(token_ids) - 1
         self._stream_length, longer = divmod(labels, batch_size)
         shortest = 1 if keep_remainder or varlen_seed is not None else segment_length
@@ -95,7 +95,7 @@ class TokenStream(Dataset):
                 f"the text has {len(token_ids)} tokens, but batch_size={batch_size} streams{segment} need "
                 f"{batch_size * shortest + 1}"
             )
-        # The first `longer` streams are one token longer than the others.
+        # With a remainder, the first `longer` streams are one token longer than the others.
         self._longer = longer if keep_remainder else 0
         longest = self._stream_length + (self._longer > 0)
         # Where the segments end. With a remainder, the last may end behind the text.
@@ -144,7 +144,7 @@ class TokenStream(Dataset):
         return as_item(tokens, reread + end - begin, reread, resets)
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """The items of a batch, which a `DataLoader` asks for at once: whole rows of a step are read as one table."""
+        """The items of a batch, for `DataLoader`. Consecutive rows of a step are read into one tensor."""
         whole = [*indices] == list(range(indices[0], indices[0] + len(indices)))
         plain = type(self).__getitem__ is TokenStream.__getitem__ and not self._longer and self.document_end is None
         step, row = divmod(indices[0], self.batch_size)
@@ -180,13 +180,13 @@ class TokenStream(Dataset):
 
 
 def as_item(tokens: Tensor, length: int, reread: int = 0, resets: Tensor | None = None) -> dict[str, Tensor]:
-    """A row of a segment, as `TokenStream` describes it, from its tokens and the one behind them.
+    """An item of `TokenStream` from the tokens of a row and the token after them.
 
     Args:
-        tokens: (n + 1,) int64, n ≤ length. length: of the item: what the text lacks is 0 behind it, without labels.
+        tokens: (n + 1,) int64, n ≤ length. length: of the item, which behind the text holds 0 without labels.
         reread: how many tokens at its beginning have no labels. resets: (n,) bool, where documents begin.
     """
-    # Apart, so that masking labels in place does not mask the inputs too.
+    # A copy, so that masking labels in place does not mask the inputs too.
     input_ids, shift_labels = tokens[:-1], tokens[1:].clone()
     shift_labels[:reread] = -100
     if missing := length - len(input_ids):
@@ -198,7 +198,7 @@ def as_item(tokens: Tensor, length: int, reread: int = 0, resets: Tensor | None 
 
 
 def describe_stream(stream) -> dict[str, Any]:
-    """The attributes of a data set that say which text is read and how it is cut; with the step, a memory's place."""
+    """The attributes of a data set that identify its text and how it is cut; with the step, a position in it."""
     cuts = ("batch_size", "segment_length", "ext_len", "varlen_seed", "roll_seed", "steps")
     return {name: getattr(stream, name) for name in (*cuts, "fingerprint", "documents") if hasattr(stream, name)}
 
@@ -206,10 +206,10 @@ def describe_stream(stream) -> dict[str, Any]:
 def check_document_end(
     document_end: int | Sequence[int] | np.ndarray | None, text_tokens: int
 ) -> int | np.ndarray | None:
-    """A token id as an int, places where documents end as an array (documents,) int64.
+    """`document_end` checked: a token id as an int, or places where documents end as (documents,) int64.
 
     Raises:
-        ValueError: it is neither, or a place lies outside the text.
+        ValueError: `document_end` is neither, or a place is outside the text.
     """
     if document_end is None:
         return None
@@ -230,7 +230,7 @@ def check_document_end(
 
 
 def describe_document_end(document_end: int | np.ndarray | None) -> int | str | None:
-    """For JSON: the token, or the number of places and a hash of them."""
+    """`document_end` for JSON: the token, or the number of places and their hash."""
     if document_end is None or isinstance(document_end, int):
         return document_end
     digest = hashlib.blake2b(document_end.astype("<i8").tobytes(), digest_size=8)
@@ -238,7 +238,7 @@ def describe_document_end(document_end: int | np.ndarray | None) -> int | str | 
 
 
 def document_starts(token_ids, document_end: int | np.ndarray, start: int, stop: int) -> Tensor:
-    """(stop - start,) bool: before which of the tokens [start, stop) of a text a document begins.
+    """(stop - start,) bool: True for those of the tokens [start, stop) of a text that begin a document.
 
     Args:
         token_ids: the text. document_end: as `check_document_end` returns it.
@@ -248,7 +248,7 @@ def document_starts(token_ids, document_end: int | np.ndarray, start: int, stop:
         inside = slice(*np.searchsorted(document_end, (start, stop)))
         starts[document_end[inside] - start] = True
         return torch.from_numpy(starts)
-    # The token before each; the first token of the text has none.
+    # A token begins a document if the token before it ends one; the first token of the text has none before it.
     before = read_tokens(token_ids, max(0, start - 1), max(0, stop - 1)).numpy()
     starts[len(starts) - len(before) :] = before == document_end
     return torch.from_numpy(starts)
@@ -265,7 +265,7 @@ def _reread(loss: str, segment_length: int, ext_len: int) -> int:
 
 
 def varying_ends(length: int, segment_length: int, seed: int) -> np.ndarray:
-    """Where segments of varying lengths end that together are `length` long: (steps,) int64, the last is `length`."""
+    """The ends of segments of varying lengths, (steps,) int64, of which the last is `length`."""
     generator = np.random.default_rng(seed)
     ends = np.zeros(0, dtype=np.int64)
     while (reached := ends[-1] if len(ends) else 0) < length:
@@ -291,8 +291,8 @@ def check_loader(
 
     Batch k of process p must hold the rows of micro-batch a = k mod A of step k // A, as memory carried from step to
     step needs it: rows aG/A + pR, …, aG/A + (p + 1)R - 1 with R = G / (P A). These are the items from (kP + p)R on. No
-    item is read for that: the loader's batch sampler is asked for the first batches. An iterable dataset has none: its
-    order is trusted, and only the size of its batches is compared.
+    item is read: the first batches of the loader's batch sampler are compared. An iterable dataset has no batch
+    sampler, so only the size of its batches is compared.
 
     Args:
         loader: over a dataset with step-major items, as accelerate or Trainer prepared it, before skipping.
@@ -302,7 +302,7 @@ def check_loader(
     """
     dataset: Any = loader.dataset
     if type(dataset).__name__ == "IterableDatasetShard":
-        # accelerate's, whose batch size is the loader's.
+        # accelerate's wrapper has the loader's batch size; G is an attribute of the dataset inside.
         dataset = dataset.dataset
     streams = dataset.batch_size if batch_size is None else batch_size
     rows, left = divmod(streams, num_processes * accumulation_steps)
@@ -367,14 +367,14 @@ def text_fingerprint(token_ids) -> str:
 
 
 def open_tokens(token_ids) -> Any:
-    """An Arrow column, also one of a `datasets.Dataset`, as `ArrowTokens`; all else as it is.
+    """`ArrowTokens` for an Arrow column, also one of a `datasets.Dataset`; anything else unchanged.
 
-    A dataset reads a slice through its format and its table, which search all of the column's pieces: as many as its
-    writer had batches, a million in a text of a billion tokens.
+    A dataset searches all chunks of the column for each slice, and there are as many as its writer had batches: a
+    million in a text of a billion tokens.
     """
     source, name = getattr(token_ids, "source", None), getattr(token_ids, "column_name", None)
     table = getattr(source, "data", None)
-    # With indices, as after `shuffle`, or another function for its format, its rows are not those of the table.
+    # With indices, as after `shuffle`, or a custom format, the dataset's rows are not those of its table.
     plain = getattr(source, "_indices", True) is None and getattr(source, "_format_type", None) != "custom"
     if name is not None and table is not None and plain:
         return ArrowTokens(table.column(name), token_ids)
@@ -382,11 +382,11 @@ def open_tokens(token_ids) -> Any:
 
 
 class ArrowTokens:
-    """The integers of a `pyarrow.ChunkedArray`, which stay where they are, in memory or on a disk.
+    """The integers of a `pyarrow.ChunkedArray`, read from memory or from a disk without a copy of all.
 
     Args:
         column: N integers.
-        source: the argument of `open_tokens`, by which it is pickled.
+        source: the argument of `open_tokens`, which is pickled in place of the integers.
 
     Raises:
         ValueError: they are not all integers.
@@ -419,14 +419,14 @@ class ArrowTokens:
         return tokens[start - offset : stop - offset]
 
     def __reduce__(self):
-        # A dataset is pickled by the names of its files, and its columns by their contents.
+        # Pickles `source`, because a dataset pickles the names of its files, and a column its contents.
         return open_tokens, (self._source,)
 
 
 def check_tokens(token_ids) -> None:
     """Raise a ValueError unless the text is a sequence of at least one integer.
 
-    A list is looked at as a whole; of what has one type for all its items, one item is read.
+    All items of a list or tuple are checked. Other sequences have one type for all, so one item is read.
     """
     if len(token_ids) == 0:
         raise ValueError("the text is empty: token_ids holds no token")
@@ -434,18 +434,18 @@ def check_tokens(token_ids) -> None:
 
 
 def _as_array(tokens) -> np.ndarray:
-    # NumPy takes True among integers for 1, and nothing for floats.
+    # NumPy converts True among integers to 1, and an empty list to floats.
     if isinstance(tokens, list | tuple) and (not tokens or {bool, np.bool_} & set(map(type, tokens))):
         return np.zeros(len(tokens), bool if tokens else np.int64)
     try:
         return np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens)
     except ValueError:
-        # Sequences of different lengths.
+        # NumPy raises a ValueError for sequences of different lengths.
         return np.asarray([None])
 
 
 def check_sizes(*, least: int = 1, **sizes: int) -> None:
-    """Raise a ValueError that names the size that is not an integer of at least `least`; True and False are none."""
+    """Raise a ValueError that names the size that is not an integer of at least `least`; bools are refused too."""
     for name, size in sizes.items():
         if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < least:
             raise ValueError(f"{name}={size!r} must be an integer of at least {least}")

@@ -24,12 +24,12 @@ class TextStream(IterableDataset):
     """G = `batch_size` rows of documents, tokenised as they are read, cut into segments of S = `segment_length`.
 
     Items are step-major, as those of `TokenStream`: {"input_ids", "shift_labels"}, each (S,) int64, and row b of one
-    step continues in row b of the next. A document stays whole within a row: the row that has the fewest characters so
-    far, the first of several. Every process knows by the documents' order and lengths which are its own, and tokenises
-    no others but the first of an epoch. Memory holds the rest of a document or a few for each row. The documents of a
-    row follow one another without a gap; each ends in `eos_token` where the tokenizer has one.
+    step continues in row b of the next. Each document goes as a whole to the row with the fewest characters so far,
+    the first of equals. Every process computes the rows of all documents from their order and lengths, and tokenises
+    only those of its own rows and the first of an epoch. Memory holds the unread rest of a document or a few for each
+    row. The documents of a row follow one another without a gap; each ends in `eos_token` where the tokenizer has one.
 
-    `state_dict` and `load_state_dict` go on after a whole number of steps, bit for bit, on as many processes;
+    `state_dict` and `load_state_dict` resume after a whole number of steps, bit for bit, with as many processes;
     documents that were read are read again, but not tokenised. Reading from the beginning and skipping batches, as
     `Trainer` and `accelerate.skip_first_batches` do, gives the same. (Plain `Trainer` skips within one epoch, and so
     needs `epochs=None`.) A loader of accelerate reads a batch ahead, so that the state is of a step later.
@@ -43,11 +43,10 @@ class TextStream(IterableDataset):
         segment_length: S ≥ 1.
         batch_size: G ≥ 1, the rows of one optimiser step: rows per process × processes × accumulation steps.
         column: key of the text in a mapping.
-        epochs: how often the texts are read; their `set_epoch` is called, if there is one. None: again and again, so
-            that the training's number of steps decides.
-        keep_remainder: read what is left of the rows at the end too: rows without tokens hold the input 0 with the
-            label -100. Otherwise the first step that is not whole is the end, and a warning says how many tokens are
-            left.
+        epochs: how often the texts are read; their `set_epoch` is called, if there is one. None: without end, so that
+            the number of training steps decides.
+        keep_remainder: yield the last, incomplete step too: rows without tokens hold the input 0 with the label -100.
+            Otherwise the stream ends before it, and a warning gives the number of tokens left.
         num_processes, process_index, accumulation_steps: yield the rows of this process alone, in the order of its
             micro-batches, for a loop whose loader is not sharded again; needs `epochs=None`, as processes would not
             end together. `Trainer` shards its loader: leave them at their defaults.
@@ -58,8 +57,8 @@ class TextStream(IterableDataset):
 
     Raises:
         ValueError: a size is out of range, `texts` can be read once only, or rows cannot be shared; while reading: a
-            document is not a string, the tokenizer makes no token of those of an epoch, or they do not fill one step.
-        RuntimeError: an iterator goes on after another one has begun, or another state was loaded.
+            document is not a string, or the documents of an epoch have no tokens or do not fill one step.
+        RuntimeError: an iterator is used after another one was begun or a state was loaded.
     """
 
     def __init__(
@@ -118,14 +117,14 @@ class TextStream(IterableDataset):
 
     def _begin(self) -> None:
         self.step = 0
-        # The next document: how often the texts were read, how many documents since, and their CRC-32.
+        # Position: the epoch, the number of documents read in it, and their CRC-32.
         self._epoch, self._documents, self._checksum = self._first_epoch, 0, 0
         self._characters = [0] * self.batch_size
         self._tokens = {row: np.empty(0, dtype=np.int64) for row in self.rows}
         self.dropped_tokens = 0
 
     def __copy__(self) -> "TextStream":
-        """The same stream at its beginning: reading one leaves the other where it is, also in its texts' epochs."""
+        """The same stream at its beginning. Reading one neither moves the other nor sets the epoch of its texts."""
         copied = type(self).__new__(type(self))
         copied.__dict__ |= self.__dict__ | {"_first_epoch": 0, "_loaded": False, "_expected": None}
         if hasattr(self.texts, "set_epoch"):
@@ -135,7 +134,7 @@ class TextStream(IterableDataset):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The tokens of the first document as `text_fingerprint`; other texts or symbols have another one."""
+        """`text_fingerprint` of the first document's tokens, which other texts or tokenizers change."""
         [text] = islice(copy.copy(self)._read_documents(), 1)
         return text_fingerprint(self._encode(text))
 
@@ -168,7 +167,7 @@ class TextStream(IterableDataset):
             for item in items[:-1]:
                 yield item
                 self._check_reading(reading)
-            # The state after the last item of a step is that of the whole step.
+            # The state is advanced before the last item, so that after that item it is the state after the whole step.
             for row in self.rows:
                 self._tokens[row] = self._tokens[row][self.segment_length :]
             self.step += 1
@@ -176,7 +175,7 @@ class TextStream(IterableDataset):
             self._check_reading(reading)
 
     def _end(self) -> None:
-        """Count and report what is left behind the last whole step."""
+        """Count the tokens behind the last whole step, and warn of them."""
         left = [len(tokens) for tokens in self._tokens.values()]
         if self.step == 0:
             which, found, needed = "shortest", min(left), self.segment_length + 1
@@ -186,7 +185,7 @@ class TextStream(IterableDataset):
                 f"texts fills no step: of batch_size={self.batch_size} rows the {which} has {found} tokens, and "
                 f"{needed} are needed; give more text, fewer rows or shorter segments"
             )
-        # The first of a row is the last label there was.
+        # The first token left in a row was the last label, so it does not count.
         self.dropped_tokens = sum(tokens - 1 for tokens in left if tokens)
         if self.dropped_tokens:
             logger.warning_once(
@@ -202,7 +201,7 @@ class TextStream(IterableDataset):
             )
 
     def _fill(self, row: int, documents: Iterator[str]) -> None:
-        """Read documents until a row has a segment and the token after it, or they are at an end."""
+        """Read documents until a row has a segment and the token after it, or no document is left."""
         while len(self._tokens[row]) <= self.segment_length:
             if (text := next(documents, None)) is None:
                 return
@@ -219,10 +218,10 @@ class TextStream(IterableDataset):
     # --- documents ---------------------------------------------------------------------------------------------------
 
     def _read_documents(self) -> Iterator[str]:
-        """The documents from `_epoch`, `_documents` on, which it moves on.
+        """The documents from the position (`_epoch`, `_documents`) on, which is advanced.
 
         Raises:
-            ValueError: those read have not the checksum that is expected; there is none, or one that is no text.
+            ValueError: the documents do not have the expected checksum, there is none, or one is not a string.
         """
         while self.epochs is None or self._epoch < self._first_epoch + self.epochs:
             if hasattr(self.texts, "set_epoch"):
@@ -231,10 +230,10 @@ class TextStream(IterableDataset):
             has_text = False
             for document in self.texts() if callable(self.texts) else self.texts:
                 text = self._text(document)
-                # The line feed parts documents.
+                # A line feed separates documents in the checksum.
                 self._checksum = zlib.crc32(f"{text}\n".encode(errors="surrogatepass"), self._checksum)
                 self._documents += 1
-                # Whoever's the document is: all processes notice where an epoch has no token but ends of documents.
+                # Every process tokenises until a token is not an end, so that all notice an epoch without text.
                 has_text = has_text or bool((self._encode(text) != self.tokenizer.eos_token_id).any())
                 self._compare(ended=False)
                 if self._documents > resumed_at:
@@ -247,12 +246,12 @@ class TextStream(IterableDataset):
                     f"texts has no text: the tokenizer makes no token of its {self._documents} document(s)"
                 )
             if self.epochs is not None and self._epoch + 1 >= self._first_epoch + self.epochs:
-                # What was read last stays known: the rows still hold tokens of it.
+                # Counts stay, because the rows still hold tokens of this epoch.
                 return
             self._epoch, self._documents, self._checksum = self._epoch + 1, 0, 0
 
     def _compare(self, ended: bool) -> None:
-        """Raise a ValueError unless the documents read are those that `expect` was given, once there are as many."""
+        """Compare the documents read with those of `expect`, once there are as many. Raises a ValueError."""
         expected = self._expected
         if expected is None or expected["epoch"] != self._epoch or not expected["documents"]:
             return
@@ -285,8 +284,8 @@ class TextStream(IterableDataset):
         return {"epoch": self._epoch, "documents": self._documents, "checksum": self._checksum}
 
     def expect(self, documents_read: Mapping[str, int]) -> None:
-        """Compare with `documents_read` of another reading: when this one has come as far, other documents are a
-        ValueError."""
+        """Compare this reading with `documents_read` of another one: a ValueError, once as many are read, if they
+        differ."""
         self._expected = dict(documents_read)
 
     def state_dict(self) -> dict[str, Any]:
@@ -302,7 +301,7 @@ class TextStream(IterableDataset):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken; on several processes, each with the state of the one of its rows.
+        """Resume at a state; with several processes, each takes the state of the process with the same rows.
 
         Raises:
             ValueError: the state is of other texts, sizes or rows. Where the first document is the same, other texts

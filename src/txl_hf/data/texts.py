@@ -1,4 +1,4 @@
-"""A text as tokens, of a folder of `txl-prepare` or of a file: one way for any tokenizer, so that figures agree."""
+"""The tokens of a text, of a folder of `txl-prepare` or of a file: one way for any tokenizer, so figures agree."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ LINE_FEED = 10
 
 
 def encode_lines(tokenizer: PreTrainedTokenizerBase, lines: Iterable[str]) -> np.ndarray:
-    """The ids of lines, one after the other; with `eos_token` after each where `ends_lines` says so.
+    """The ids of lines, one after the other; with `eos_token` after each line if `ends_lines` is True.
 
     Args:
         tokenizer: a `TransfoXLTokenizer`, or any other of transformers.
@@ -64,15 +64,15 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
 
 
 def reads_streams(tokenizer: Any) -> bool:
-    """Whether the vocabulary is like those of enwik8 and text8, of bytes but the line feed, without an unknown token:
-    `encode_bytes` then reads a file.
+    """Whether `encode_bytes` reads files for this tokenizer: its vocabulary has bytes except the line feed and no
+    unknown token, as those of enwik8 and text8.
     """
     mode = getattr(tokenizer, "mode", None)
     if mode not in ("bytes", "characters") or tokenizer.unk_token is not None:
         return False
     symbols = set(tokenizer.symbols) - set(tokenizer.all_special_tokens)
     if mode == "bytes":
-        # A letter of several bytes is lower-cased as a whole.
+        # `lower_case` needs whole characters, and some have several bytes.
         return str(LINE_FEED) not in symbols and not tokenizer.lower_case
     return chr(LINE_FEED) not in symbols and all(len(symbol) == 1 and symbol.isascii() for symbol in symbols)
 
@@ -90,8 +90,8 @@ def encode_bytes(tokenizer: TransfoXLTokenizer, text: bytes) -> np.ndarray:
     ids = {symbol: index for index, symbol in enumerate(tokenizer.symbols) if symbol not in specials}
     symbols = map(str, range(256))
     if tokenizer.mode == "characters":
-        # The tokenizer changes a text before it looks symbols up (a space of text8 is `_`, letters may be in lower
-        # case), and each byte is changed likewise.
+        # The tokenizer normalises a text before it looks symbols up (a space of text8 becomes `_`, letters may become
+        # lower case), so each byte is normalised likewise.
         normalizer = tokenizer.backend_tokenizer.normalizer
         symbols = map(chr if normalizer is None else lambda byte: normalizer.normalize_str(chr(byte)), range(128))
     table = np.full(256, -1, dtype=np.int32)
@@ -116,7 +116,7 @@ def document_end_token(tokenizer: Any, token: str) -> int:
     """
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else tokenizer.vocab
     if getattr(tokenizer, "mode", None) == "bytes":
-        # The token may be given as the vocabulary has it, by the byte's number ("10"), or as the character itself.
+        # The token may be given as in the vocabulary, by the byte's number ("10"), or as the character itself.
         vocabulary = {symbol: index for index, symbol in enumerate(tokenizer.symbols)}
         vocabulary |= {chr(byte): vocabulary[str(byte)] for byte in range(128) if str(byte) in vocabulary} | vocabulary
     if token not in vocabulary:
@@ -176,14 +176,14 @@ def load_splits(folder: Path) -> "DatasetDict":
         ValueError: a split has no rows, or a file is damaged.
         FileNotFoundError: a file is not there.
     """
-    # Of an extra, which a text file does without.
+    # `datasets` is in an extra, which a text file does not need.
     from datasets import load_from_disk
 
     try:
         with _damage(folder):
             return load_from_disk(str(folder))
     except IndexError as error:
-        # This is how it meets a split without rows.
+        # datasets raises an IndexError for a split without rows.
         raise ValueError(f"{folder}: the text of a split is empty") from error
 
 
@@ -197,7 +197,7 @@ def _damage(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is not None or isinstance(error, FileNotFoundError):
             raise
-        # Of pyarrow, where a file ends too early.
+        # pyarrow raises an OSError without errno where a file ends too early.
         reason = str(error)
     else:
         return
@@ -318,7 +318,7 @@ def _is_passed_over(tokenizer: Any, char: str) -> bool:
 
 def whole(counts: Mapping[str, int]) -> tuple[int | None, int | None]:
     """Words and characters of a text; None where more than a thousandth of the characters have no token, or, for
-    characters, the unknown one: perplexities per word are published with unknown words.
+    characters, the unknown one. Words may be unknown, because published perplexities per word count unknown words.
     """
     words, characters = counts.get("words"), counts.get("characters")
     limit = (characters or 0) / 1000

@@ -17,7 +17,7 @@ from ..files import is_repo_id, name_of, write_text
 RESULTS = "results.json"  # written by `txl-train` beside the model, with figures of these splits
 SCORED = ("validation", "test")
 METRICS = {"perplexity": "Perplexity", "bits_per_token": "Bits per token"}
-# The task under which the Hub lists a model. It cannot tell the task from code that comes with the model.
+# Task of the Hub by Auto class, because the Hub cannot infer it from code that comes with a model.
 TASKS = {
     "AutoModel": "feature-extraction",
     "AutoModelForCausalLM": "text-generation",
@@ -80,12 +80,12 @@ def write_model_card(
     """Write a card for the Hub: the model's task and size, and the code that loads it.
 
     Args:
-        path: the file, in whose place what was there is replaced.
+        path: path of the card; an existing file is replaced.
         model: its configuration and its head are described.
         repository: the name under which it will be loaded; by default that of the folder.
         tags: tags beside those of the architecture.
         origin, training: Markdown on where the weights come from, and lines on the training for the end.
-        tokenizer: whether a tokenizer lies beside it; by default the folder tells.
+        tokenizer: whether a tokenizer is beside the card; by default the folder is searched.
         data: more of `huggingface_hub.ModelCardData`: language, license, datasets, eval_results, … `base_model` is by
             default the name on the Hub that the model was loaded from.
     """
@@ -109,19 +109,19 @@ def write_model_card(
 
 
 def base_model_of(model: PreTrainedModel, repository: str) -> dict[str, str]:
-    """`base_model` of the card of a model that was loaded from the Hub, under another name than it now gets."""
+    """`base_model` for the card, if the model was loaded from the Hub under another name; else nothing."""
     source = model.name_or_path
     on_hub = source and source != repository and not Path(source).exists() and is_repo_id(source)
     return {"base_model": source} if on_hub else {}
 
 
 def is_generated(path: Path) -> bool:
-    """Whether a card was written by `write_model_card`, of whatever model, and has kept its last line."""
+    """Whether `write_model_card` wrote this file: its last line is `SIGNATURE`."""
     return path.is_file() and path.read_text(encoding="utf-8", errors="replace").rstrip().endswith(SIGNATURE)
 
 
 def plain_markdown(text: str) -> str:
-    """`text` for a page in Markdown, where it means itself, whatever it holds: no link, no HTML, no other heading."""
+    """`text` escaped for Markdown, so that it is shown as it is, without links, HTML and headings."""
     return "".join(
         letter if letter.isalnum() or letter in " ./-_" else f"&#{ord(letter)};" if letter.isprintable() else "?"
         for letter in " ".join(text.split())
@@ -132,7 +132,7 @@ def to_results(figures: Mapping[str, Mapping[str, Any]], dataset: str) -> list[E
     """The figures of one or more splits of a data set.
 
     Args:
-        figures: for each split `perplexity` and `bits_per_token`, and with which lengths they were found.
+        figures: for each split `perplexity` and `bits_per_token`, and the lengths of its evaluation.
         dataset: the data set's name.
     """
     return [
@@ -153,7 +153,7 @@ def to_results(figures: Mapping[str, Mapping[str, Any]], dataset: str) -> list[E
 
 
 def weights_digest(folder: Path) -> str:
-    """SHA-256 of the weights that `save_pretrained` has written to a folder, all files of theirs."""
+    """SHA-256 of all `model*.safetensors` that `save_pretrained` has written to a folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("model*.safetensors")):
         with path.open("rb") as file:
@@ -162,8 +162,8 @@ def weights_digest(folder: Path) -> str:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """`results.json` of the model in a folder; nothing where there is none, or one of other weights, as its "weights",
-    the `weights_digest`, says."""
+    """`results.json` of the model in a folder; {} if there is none, or if its "weights" is not the `weights_digest` of
+    the folder."""
     try:
         results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -173,7 +173,7 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 def origin() -> dict[str, Any]:
-    """With what something was computed: versions, and the commit where the package runs from a repository."""
+    """The versions and the commit (where the package runs from a repository) that computed a result."""
     from .. import __version__
 
     def git(*arguments: str) -> str | None:

@@ -1,4 +1,4 @@
-"""A continuous cache (Grave et al., 2017, https://arxiv.org/abs/1612.04426): what followed similar states before."""
+"""A continuous cache (Grave et al., 2017, https://arxiv.org/abs/1612.04426): tokens that followed similar states."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ class ContinuousCache:
     one product of a segment's states with those before.
 
     Args:
-        size: ≥ 1, the number of positions that are looked at. It may be far longer than the memory: a position costs
-            one state.
+        size: ≥ 1, the number of past positions in the cache. It may be far longer than the memory, because a position
+            costs one state.
         weight: λ in [0, 1).
         temperature: θ ≥ 0; it multiplies. With 0, p_cache is the share that a token had of the last `size`.
 
@@ -55,7 +55,7 @@ class ContinuousCache:
 
     @contextmanager
     def processor(self, model: TransfoXLForCausalLM) -> Iterator["CacheLogitsProcessor"]:
-        """A logits processor for `generate`, which looks at the states of the prompt and of the tokens written:
+        """A logits processor for `generate`, whose cache holds the states of the prompt and of the tokens written:
 
             with ContinuousCache(500, 0.1, 1.0).processor(model) as processor:
                 model.generate(prompt, logits_processor=[processor])
@@ -69,7 +69,7 @@ class ContinuousCache:
             processor.close()
 
     def mix(self, log_model: Tensor, log_cache: Tensor) -> Tensor:
-        """log p, from log p_model and log p_cache of the same tokens; where that is NaN, the cache holds nothing."""
+        """log p, from log p_model and log p_cache of the same tokens; log p_model where log p_cache is NaN (empty)."""
         log_weight = math.log(self.weight) if self.weight > 0 else -math.inf
         mixed = torch.logaddexp(log_model + math.log1p(-self.weight), log_cache + log_weight)
         return torch.where(log_cache.isnan(), log_model, mixed)
@@ -78,8 +78,7 @@ class ContinuousCache:
 class History:
     """The last states of B streams that are read side by side, with the tokens that followed them.
 
-    Several caches can look at the same states, which costs little more than one of them if sizes and temperatures are
-    the same.
+    Several caches share these states, which costs little more than one cache if sizes and temperatures are the same.
     """
 
     def __init__(self, caches: Sequence[ContinuousCache]):
@@ -89,7 +88,7 @@ class History:
         self._tokens: Tensor | None = None
 
     def mix(self, segment: Segment, hidden_states: Tensor, losses: Tensor) -> list[Tensor]:
-        """For each cache the (B, L) losses of the mixture, 0 where unscored; the segment is remembered.
+        """For each cache the (B, L) losses of the mixture, 0 where unscored; appends the segment.
 
         Args:
             hidden_states: (B, L, D), the states that predict the targets. losses: (B, L) fp32, the model's.
@@ -116,26 +115,26 @@ class History:
 
 
 def _full_precision(states: Tensor) -> torch.autocast:
-    """Without autocast of the caller, which would multiply fp32 states in half precision."""
+    """A context without autocast of the caller, which would multiply fp32 states in half precision."""
     return torch.autocast(states.device.type, enabled=False)
 
 
 def _finite(states: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, n, D) states with zeros for those that are not finite, as an overflow leaves them; and (B, n), which are."""
+    """(B, n, D) states with zeros for non-finite ones, as after an overflow; and (B, n) bool, True where finite."""
     finite = states.isfinite().all(-1)
     return states.masked_fill(~finite[..., None], 0), finite
 
 
 def _log_cache(scores: Tensor, followed: Tensor, finite: Tensor, size: int) -> Tensor:
-    """log p_cache of the target of each query, (B, L); NaN where there is nothing to look at.
+    """log p_cache of the target of each query, (B, L); NaN where no position is in the cache.
 
     Args:
         scores: (B, L, n + L), of the L queries with the n positions before them and with one another.
         followed: the same shape, bool: whether the position was followed by the query's target.
-        finite: (B, n + L) bool, the positions that can be looked at.
+        finite: (B, n + L) bool, the positions with finite states.
     """
     length, before = scores.shape[1], scores.shape[2] - scores.shape[1]
-    # Query l is position n + l and looks at those from n + l - size to n + l - 1.
+    # Query l is position n + l, and its cache holds positions n + l - size to n + l - 1.
     band = torch.ones(length, before + length, dtype=torch.bool, device=scores.device)
     band = band.tril(before - 1).triu(before - size)
     scores = scores.masked_fill(~(band & finite[:, None]), -math.inf)
@@ -145,10 +144,10 @@ def _log_cache(scores: Tensor, followed: Tensor, finite: Tensor, size: int) -> T
 class CacheLogitsProcessor(LogitsProcessor):
     """Mixes the scores of `generate` with a cache; `ContinuousCache.processor` makes it.
 
-    It goes with greedy search and sampling from `input_ids`, one call of `generate` after the other. A text that
-    begins with the last one continues it, as the next turn of a dialogue does; any other is a new text. Positions that
-    `attention_mask` hides, or whose next token it hides, are not looked at. A token that an earlier processor has
-    ruled out stays so.
+    It supports greedy search and sampling from `input_ids`, in one call of `generate` at a time. A text that begins
+    with the last one continues it, as the next turn of a dialogue does; any other is a new text. Positions that
+    `attention_mask` hides, or whose next token it hides, are left out. A token that an earlier processor has set to
+    -inf stays there.
     """
 
     def __init__(self, cache: ContinuousCache, model: TransfoXLForCausalLM):
@@ -166,11 +165,11 @@ class CacheLogitsProcessor(LogitsProcessor):
         self._forget_new()
 
     def _forget_new(self):
-        # The states of the calls since the last token, how many these were, and the mask of the last call.
+        # The states of the calls since the last token, their number of positions, and the mask of the last call.
         self._new: Tensor | None = None
         self._count, self._mask = 0, None
 
-    # Outside of a compiled forward, which would keep the tensors of its own memory.
+    # Not compiled, because a compiled forward would keep tensors in the memory of its graph.
     @torch.compiler.disable
     def _remember(self, transformer: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any):
         self._mask = kwargs.get("attention_mask")
@@ -199,7 +198,7 @@ class CacheLogitsProcessor(LogitsProcessor):
             return log_model
         with _full_precision(states):
             products = torch.einsum("bnd,bd->bn", states[:, :-1], states[:, -1]) * self._cache.temperature
-        # NaN where a row has nothing to look at, as `mix` expects it.
+        # A softmax over no position is NaN, which `mix` reads as an empty cache.
         shares = products.masked_fill(~looked_at, -math.inf).softmax(-1)
         cached = torch.zeros_like(log_model, dtype=torch.float32)
         cached.scatter_add_(1, input_ids[:, -shares.shape[1] :], shares)
@@ -226,7 +225,7 @@ class CacheLogitsProcessor(LogitsProcessor):
 
 
 def _hide(states: Tensor, mask: Tensor | None) -> Tensor:
-    """States (B, n, D) with NaN where the columns of a mask (B, m), the last of which is theirs too, are 0."""
+    """(B, n, D) states with NaN where a mask (B, m) is 0; their last columns are the same position."""
     if mask is None:
         return states
     known = min(states.shape[1], mask.shape[1])

@@ -1,5 +1,5 @@
 """Dynamic evaluation (Krause et al., 2018, https://arxiv.org/abs/1709.07432; of Transformer-XL: 2019,
-https://arxiv.org/abs/1904.08378): weights that follow the text being read, and come back."""
+https://arxiv.org/abs/1904.08378): gradient steps on the text being read, undone at the end."""
 
 import math
 import re
@@ -21,12 +21,12 @@ from .reading import Reader, Reading, Segment, Text, device_of, evaluating, open
 
 
 class Diverged(ValueError):
-    """The weights followed the text too fast: the losses are not finite any more."""
+    """The losses are not finite any more, because the steps on the text were too large."""
 
 
 @dataclass(frozen=True, eq=False)
 class DynamicEvaluation:
-    """Weights θ that follow a text: each segment is scored, and then they step on it.
+    """Weights θ that follow a text: each segment is scored, and then θ takes a gradient step on it.
 
     With g the gradient of the segment's mean loss and θ₀ the weights at the beginning of the text, all streams and
     processes together:
@@ -34,33 +34,32 @@ class DynamicEvaluation:
         θ ← θ - η g + λ (θ₀ - θ),    or with statistics    θ ← θ - η g / (√S + ε) + min(λ √S, 1) (θ₀ - θ),
 
     where S = Σ g² over the segments of a training text, element by element. The step on a segment needs its losses,
-    so no token influences its own or an earlier one. Tokens of a warm-up are followed too. Dropout is off. The
-    memory has the states that the weights of their time computed, as in the original. A model must not be evaluated
-    dynamically in two threads at once.
+    so no token influences its own or an earlier one. Tokens of a warm-up have steps too. Dropout is off. The memory
+    keeps the states that earlier weights computed, as in the original. A model must not be evaluated dynamically in
+    two threads at once.
 
     Settings of the authors for the published models, with segments of 128 tokens, one stream, and as statistics 1/5000
     of the training text: WikiText-103 η = 2e-6, λ = 0, ε = 1e-5; enwik8 η = 1.2e-5, λ = 24, ε = 1e-4; text8
-    η = 1.5e-5, λ = 24, ε = 1e-4. S grows with the length of the text that it is taken from, so that η belongs to it.
+    η = 1.5e-5, λ = 24, ε = 1e-4. S grows with the length of its text, so η has to be chosen for that length.
     Without statistics η is much larger.
 
     Args:
         learning_rate: η ≥ 0; with 0 the losses are those of a static evaluation, in half precision up to its rounding.
-        decay: λ ≥ 0, how strongly the weights are drawn back; at most 1 without statistics, which is all the way.
-        epsilon: ε > 0; without statistics it takes no part. Elements that the statistics hardly met move by plain
-            gradient descent at the rate η / ε, which must stay near a rate that works without statistics: 0.1 was the
-            best on Penn Treebank, 1 worse than no steps, and η = 1e-3 with the default ε is 100, and diverges. The
-            settings above have 0.12 to 0.2; those of 2018, for LSTMs, are η = 2e-3, ε = 1e-3.
+        decay: λ ≥ 0, how strongly the weights return to θ₀; at most 1 without statistics, which restores them.
+        epsilon: ε > 0; unused without statistics. Elements with an S near 0 move by plain gradient descent at the rate
+            η / ε, which must stay near a rate that works without statistics: 0.1 was the best on Penn Treebank, 1
+            worse than no steps, and η = 1e-3 with the default ε is 100, and diverges. The settings above have 0.12 to
+            0.2; those of 2018, for LSTMs, are η = 2e-3, ε = 1e-3.
         statistics: token ids of a training text, some hundred segments of it, read with the same lengths and streams
-            as the text; or what `GradientStatistics.of` took from them, once for several readings. None: plain
-            gradient descent.
+            as the text; or a `GradientStatistics`, computed once for several readings. None: plain gradient descent.
         parameters: a regular expression found in the names of the parameters that follow, among those that require a
             gradient: r"layers\\.(9|1[0-1])\\." for the last quarter of twelve layers, "lora" for an adapter. A tied
             one goes by each of its names. None: all that require a gradient.
 
     Raises:
-        ValueError: a number is out of range or none, `parameters` is no regular expression, or `statistics` no text.
-            An evaluation in which the weights diverge is one too (`Diverged`), one in float16, which loses small
-            gradients, and one of a model from `quantize_dynamic`, which has none.
+        ValueError: a number is out of range or no number, `parameters` is no regular expression, or `statistics` no
+            text. An evaluation raises one too if the weights diverge (`Diverged`), in float16, which loses small
+            gradients, and for a model from `quantize_dynamic`, which has none.
     """
 
     learning_rate: float
@@ -93,7 +92,7 @@ class DynamicEvaluation:
             raise ValueError(f"parameters={self.parameters!r} is no regular expression: {error}") from None
 
     def describe(self) -> dict[str, float | int | str | None]:
-        """The settings that a figure depends on, for JSON; of the statistics, how many tokens they are."""
+        """The settings that a figure depends on, for JSON; for statistics, their number of tokens."""
         tokens = None if self.statistics is None else len(self.statistics)
         described = {name: getattr(self, name) for name in ("learning_rate", "decay", "epsilon", "parameters")}
         return {**described, "statistics": tokens}
@@ -124,7 +123,7 @@ class DynamicEvaluation:
             Diverged: a loss, or a logit after the text, is not finite.
         """
         if isinstance(token_ids, Tensor):
-            # A prompt of `generate` is on the model's device.
+            # Moved to the CPU, because a prompt of `generate` is on the model's device.
             token_ids = token_ids.cpu()
         text = open_text(model, token_ids, Reading(segment_length, MemoryLengths(memory_length), progress=progress))
         with adapting(model, self, text) as adaptation:
@@ -138,11 +137,11 @@ class DynamicEvaluation:
 
 @dataclass(frozen=True, eq=False)
 class GradientStatistics:
-    """The statistics of a `DynamicEvaluation`, taken once for many readings: of other rates, of prompt after prompt.
+    """The statistics of a `DynamicEvaluation`, computed once for many readings, with other rates or prompts.
 
-    They belong to the weights that they were taken with; only names and shapes are checked. A text that is read with
-    other lengths or streams, or with documents where the training text had none, is refused, because its gradients are
-    of another size. They take as much memory as the weights, in fp32 those of half precision.
+    They are valid for the weights that they were computed with; only names and shapes are checked. A text that is read
+    with other lengths or streams, or with documents where the training text had none, is refused, because its
+    gradients are of another size. They take as much memory as the weights; those of half precision are kept in fp32.
 
     Args:
         roots: √S of each parameter, by its name and in its shape.
@@ -171,10 +170,10 @@ class GradientStatistics:
         accelerator: Any = None,
         progress: bool = False,
     ) -> "GradientStatistics":
-        """Statistics of a training text, read with the lengths and streams of the readings that they will serve.
+        """Statistics of a training text, read with the lengths and streams of the later readings.
 
         Args:
-            model, token_ids, …: all as in `evaluate_language_model`. The weights stay as they are.
+            model, token_ids, …: all as in `evaluate_language_model`. The weights do not change.
             parameters: as in `DynamicEvaluation`. None: statistics of all, which serve any.
 
         Raises:
@@ -194,7 +193,7 @@ class GradientStatistics:
     def check(self, protocol: dict[str, int | bool | None]):
         """
         Raises:
-            ValueError: the settings of a reading differ from those of the training text; it names these.
+            ValueError: the settings of a reading differ from those of the training text; the message names them.
         """
         if differ := [name for name, value in protocol.items() if self.protocol.get(name) != value]:
             both = (self.protocol, protocol)
@@ -206,7 +205,7 @@ class GradientStatistics:
 
 
 class Adaptation:
-    """The parameters that follow a text, and their values at the time this is made; see `adapting`."""
+    """The parameters that follow a text, and their initial values; see `adapting`."""
 
     def __init__(self, model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, reading: Reading):
         self._model, self._dynamic, self._accelerator = model, dynamic, reading.accelerator
@@ -214,7 +213,7 @@ class Adaptation:
         chosen = parameters_of(model, dynamic.parameters)
         self._names, self._parameters = list(chosen), list(chosen.values())
         self._start = [parameter.detach().clone() for parameter in self._parameters]
-        # Steps much smaller than the weight that they are added to are lost in half precision.
+        # In half precision, steps much smaller than a weight would be lost, so such weights have fp32 copies.
         self._weights = [
             parameter.detach() if parameter.dtype.itemsize >= 4 else parameter.detach().float()
             for parameter in self._parameters
@@ -235,7 +234,7 @@ class Adaptation:
             yield segment, hidden_states.detach(), losses.detach().masked_fill(unscored, 0)
 
     def check_last_step(self, token: Tensor):
-        """Refuse weights that compute no finite logits after the last step, which no loss has followed.
+        """Raise an error if logits are not finite after the last step, because no later loss shows it.
 
         Args:
             token: (1, 1), any token.
@@ -248,7 +247,7 @@ class Adaptation:
         self._check_finite(logits, "no finite logits after the last segment of the text")
 
     def _check_finite(self, values: Tensor, problem: str, as_they_began: bool = False):
-        # In all processes, before the gradients, for which the others would wait.
+        # All processes raise before the gradients are reduced, because the others would wait for this one.
         lost = (~values.isfinite()).sum()
         if (lost if self._accelerator is None else self._accelerator.reduce(lost, "sum")) == 0:
             return
@@ -293,14 +292,14 @@ class Adaptation:
 
     @torch.no_grad()
     def restore(self):
-        """Give all parameters the values that they had when this was made."""
+        """Restore the initial values of all parameters."""
         for parameter, start in zip(self._parameters, self._start, strict=True):
             parameter.copy_(start)
         torch.clear_autocast_cache()
 
     def _read(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
-        """As `Reader.losses`, with the losses of all labels, those of a warm-up too."""
-        # Hidden states: projected keys and values would be of earlier weights.
+        """As `Reader.losses`, with the losses of all labels, also in a warm-up."""
+        # The memory is hidden states, because projected keys and values would be of earlier weights.
         reader = Reader(self._model, text.reading, projected=False)
         for segment in text.segments(device_of(self._model)):
             [hidden_states], losses = reader.read_and_score([segment], segment.labels)
@@ -337,12 +336,12 @@ class Adaptation:
             weight.add_(gradient, alpha=-rate)
             if weight.dtype != self._parameters[i].dtype:
                 self._parameters[i].copy_(weight)
-        # The caller's autocast keeps casts of the weights before the step.
+        # Autocast of the caller caches casts of the weights before the step.
         torch.clear_autocast_cache()
 
 
 def _check_gradients(model: TransfoXLForCausalLM, accelerator: Any) -> None:
-    """Refuse a model whose gradients would be wrong, or incomplete, without an error of PyTorch's.
+    """Refuse a model whose gradients PyTorch would compute wrong or incomplete without an error.
 
     Raises:
         ValueError: it computes in float16, has layers of `quantize_dynamic`, or is sharded.
@@ -388,7 +387,7 @@ def adapting(model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, text: Text
 
 def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text) -> Text:
     """The training text of statistics, with the lengths and streams of the text to evaluate."""
-    # Places belong to one text; a token ends the documents of both.
+    # Places are of one text; a token ends the documents of both texts.
     document_end = text.document_end if isinstance(text.document_end, int) else None
     try:
         return open_text(model, token_ids, replace(text.reading, warm_up=0, document_end=document_end, memory=None))
@@ -413,7 +412,7 @@ def parameters_of(model: TransfoXLForCausalLM, pattern: str | None) -> dict[str,
     """The parameters that a pattern chooses, each once, by its first name, however many modules share it.
 
     Raises:
-        ValueError: there is none, or one is elsewhere between calls.
+        ValueError: there is none, or one is offloaded between calls.
     """
     named = model.named_parameters(remove_duplicate=False)
     trainable = {name: parameter for name, parameter in named if parameter.requires_grad}

@@ -62,8 +62,8 @@ class LanguageModelEvaluation:
         """Perplexity per word, which compares models whose tokens are not the same.
 
         Args:
-            words: how many words the whole text has. Tokens that were read only are taken to cost as much as the
-                others.
+            words: the number of words of the whole text. Tokens that were read and not scored are assumed to have the
+                mean loss.
 
         Raises:
             ValueError: `words` is no positive integer.
@@ -129,13 +129,13 @@ def evaluate_language_model(
     evaluation speed is measured against (section 4.5): a sliding window of n tokens, computed anew for every token.
 
     Args:
-        model: on any device, in any mode. Its mode is afterwards as it was before, also after an error. Nothing is
-            written to a model that is in evaluation mode, so that threads can share it, each with settings of its own;
-            they must not share one that is in training mode or that one of them evaluates with `dynamic`.
+        model: on any device, in any mode, which is restored at the end, also after an error. Nothing is written to a
+            model that is in evaluation mode, so that threads can share it, each with settings of its own; they must
+            not share one that is in training mode or that one of them evaluates with `dynamic`.
             On a GPU a CUDA graph reads segments of one shape: PyTorch raises an error in a thread that draws random
             numbers there while a capture begins.
-        token_ids: N token ids, N > batch_size: a list, an array, a CPU tensor, a memory-mapped array or whatever
-            slices alike.
+        token_ids: N token ids, N > batch_size: a list, an array, a CPU tensor, a memory-mapped array or another
+            sequence with slices.
         segment_length: L ≥ 1, tokens scored in one pass and stream.
         memory_length: M ≥ 0, states remembered per layer. None: the model's `mem_len`.
         batch_size: B ≥ 1, streams read in parallel.
@@ -152,9 +152,9 @@ def evaluate_language_model(
         accelerator: an `accelerate.Accelerator` whose processes share the streams out among them. All must call this,
             and all get the result of the whole text. None: this process reads all streams.
         progress: show a progress bar, of this process's streams.
-        memory: what the streams go on from: `mems` and `mems_mask`, or `past_key_values`, with a row for each stream
-            of this process, as `txl_hf.load_memory` returns; of `mems` the last `memory_length` states. The first
-            token of a stream is not scored all the same. None: nothing.
+        memory: memory before the first segment: `mems` and `mems_mask`, or `past_key_values`, with a row for each
+            stream of this process, as `txl_hf.load_memory` returns; of `mems` the last `memory_length` states. The
+            first token of a stream is not scored even then. None: nothing.
 
     Raises:
         ValueError: the text is empty, leaves nothing to score, is no sequence of integers, or holds an id outside the
@@ -184,7 +184,7 @@ def evaluate_caches(
     text = open_text(model, token_ids, reading)
     reading = text.reading
     with _losses(model, text, dynamic, caches) as losses:
-        # The sums stay on the device until the text is read, so that the host never waits for it.
+        # The sums stay on the device until the text is read, so that the host never waits for the device.
         totals = sum(
             (torch.stack([_sum(part) for part in parts]) for parts in losses),
             start=torch.zeros((), dtype=torch.float64),
@@ -207,7 +207,7 @@ def evaluate_caches(
 
 
 def _sum(losses: Tensor) -> Tensor:
-    """In fp64, which Apple's GPUs do not have."""
+    """The sum in fp64, computed on the CPU for Apple's GPUs, which do not have fp64."""
     return (losses.cpu() if losses.device.type == "mps" else losses).double().sum()
 
 
@@ -246,7 +246,7 @@ def token_losses(
     reading = Reading(segment_length, lengths, batch_size, warm_up, document_end, accelerator, progress, memory)
     text = open_text(model, token_ids, reading)
     with _losses(model, text, dynamic, [cache]) as losses:
-        # The losses stay on the device until the text is read, so that the host never waits for it.
+        # The losses stay on the device until the text is read, so that the host never waits for the device.
         result = text.in_order(torch.cat([part for (part,) in losses], dim=1).cpu())
         return result if accelerator is None else accelerator.reduce(result.to(device_of(model)), "sum").cpu()
 

@@ -36,7 +36,7 @@ class LanguageModelMetric(evaluate.Metric):
         """Add entries: their summed negative log-likelihoods in nats, (B,), and their numbers of tokens, (B,).
 
         Raises:
-            ValueError: these are not one number an entry each, or tokens are no counts of what the nll is of.
+            ValueError: these are not one number an entry each, or tokens are not the number of tokens in the nll.
         """
         nll, tokens = (torch.as_tensor(values).detach().cpu() for values in (nll, tokens))
         if nll.ndim != 1 or nll.shape != tokens.shape or len(nll) == 0:

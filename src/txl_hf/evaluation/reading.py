@@ -1,4 +1,4 @@
-"""A text read with memory: in streams, segment after segment, with the loss of each token in its place."""
+"""A text read with memory: in streams, segment by segment, with the loss of each token in its place."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,12 +28,12 @@ from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.memory_transfo_xl import MemoryLengths, latest_states, memory_of
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
-# Between the host and a device the text and its losses move in pieces of so many tokens.
+# Tokens of the text, and losses, that are copied between the host and a device at once.
 TOKENS_MOVED = 2**20
-# The softmax reads all of its tables, hundreds of MB for a large vocabulary, however few tokens it has to score. So it
-# waits until several short segments have been read.
+# The softmax reads all of its tables, hundreds of MB for a large vocabulary, however few tokens it scores, so several
+# short segments are scored together.
 TOKENS_AT_ONCE = 1024
-# The settings with which a figure can be found again; `txl-train` keeps them beside its figures.
+# The settings that reproduce a figure; `txl-train` saves them beside its figures.
 LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
 
 
@@ -43,7 +43,7 @@ class Reading:
 
     Attributes:
         lengths: `memory_length`, `ext_len`, `clamp_len` and `same_length`.
-        segment_length, batch_size, memory, …: as there.
+        segment_length, batch_size, memory, …: as in `evaluate_language_model`.
     """
 
     segment_length: int
@@ -56,7 +56,7 @@ class Reading:
     memory: Mapping[str, Any] | None = None
 
     def of(self, config: TransfoXLConfig) -> "Reading":
-        """The same reading with the configuration's lengths in the place of None.
+        """The same reading with the configuration's lengths in place of None.
 
         Raises:
             ValueError: a length is out of range, or the model's positions allow no memory or no documents.
@@ -77,7 +77,7 @@ class Segment(NamedTuple):
 
     Attributes:
         begin: column of the first target, which is the number of targets before it in each stream.
-        input_ids: (B, e + L), of which the first e are read again and have no labels.
+        input_ids: (B, e + L); the first e are read again and have no labels.
         labels: (B, L), the next tokens; -100 behind the end of a stream.
         targets: (B, L), the labels that are scored; -100 elsewhere.
         resets: (B, e + L) bool, True where a document begins; None where the text is one.
@@ -100,8 +100,8 @@ class Text:
     Args:
         token_ids: see `evaluate_language_model`.
         reading: with all lengths, see `Reading.of`.
-        vocab_size: ids from there on are errors. They are looked for before the first pass, because the last segment
-            of a long text is hours away.
+        vocab_size: ids must be smaller, which is checked before the first pass, because the last segment of a long
+            text is hours away.
 
     Attributes:
         share: the streams that this process reads.
@@ -138,7 +138,7 @@ class Text:
         processes = 1 if accelerator is None else accelerator.num_processes
         index = 0 if accelerator is None else accelerator.process_index
         first, stop = batch_size * index // processes, batch_size * (index + 1) // processes
-        # A process without a stream gets an empty one: all processes take as many passes, as a sharded model needs.
+        # A process without a stream gets an empty one, because a sharded model needs as many passes in all processes.
         self.share = self._streams[first:stop] or [range(0)]
         self.share_tokens = self._scored(self.share, 0, self.length)
         self._before = self._scored(self._streams[:first], 0, self.length)
@@ -203,10 +203,10 @@ class Text:
 
 
 def open_text(model: TransfoXLForCausalLM, token_ids, reading: Reading) -> Text:
-    """A text with all lengths of its reading.
+    """The `Text` of a reading, with the model's lengths in place of None.
 
     Raises:
-        ValueError: the model is wrapped, or cannot read the text so; before the first segment.
+        ValueError: the model is wrapped, or cannot read the text with these settings.
     """
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ValueError(
@@ -219,17 +219,17 @@ class Reader:
     """Reads a text with a model, segment after segment, each with the memory of those before.
 
     Body and softmax are called apart, because the softmax of several segments can be computed together; both under the
-    accelerator's autocast. A sharded model (FSDP2), which gathers its weights in its own forward alone, is called as a
-    whole.
+    accelerator's autocast. A sharded model (FSDP2) is called as a whole, because it gathers its weights only in its
+    own forward.
 
     Args:
         model: see `evaluate_language_model`.
         reading: its lengths and its accelerator are used.
-        projected: the memory is projected keys and values, which is faster than hidden states. With `ext_len` it is
-            hidden states all the same.
+        projected: the memory is projected keys and values, which is faster than hidden states. With `ext_len` the
+            memory is always hidden states.
 
     Attributes:
-        alike: reads on a GPU by one graph, once the memory is full and segments are alike.
+        alike: on a GPU reads segments of one shape by a CUDA graph, once the memory is full.
     """
 
     def __init__(self, model: TransfoXLForCausalLM, reading: Reading, projected: bool = True):
@@ -248,7 +248,7 @@ class Reader:
             raise ValueError(
                 "memory has past_key_values, but dynamic evaluation and ext_len go on from hidden states: give mems"
             )
-        # A cache is continued in place, and the caller's stays as it is.
+        # A copy, because calls write into a cache, and the caller's must not change.
         memory = latest_states(dict(reading.memory or {}), self._lengths.mem_len or 0)
         self._memory: dict[str, Any] = copy.deepcopy(memory)
         self.alike = SegmentsAlike(model.transformer, reading.lengths.mem_len or 0)
@@ -271,17 +271,17 @@ class Reader:
 
     def read_and_score(self, segments: Sequence[Segment], targets: Tensor) -> tuple[list[Tensor], Tensor]:
         """The states of segments, as of `read`, and (B, n) fp32 losses of all their targets, 0 where one is -100."""
-        # Before the layers, so that the host does not wait for the counts of targets by bin.
+        # Targets are sorted before the layers run, so that the host does not wait for the counts of targets by bin.
         by_bin = self.model.lm_head.sort_targets(targets.flatten())
         states = [self.read(segment) for segment in segments]
-        # `cat` of one tensor makes a copy.
+        # A single tensor is not passed to `cat`, which would copy it.
         predicting = (states[0] if len(states) == 1 else torch.cat(states, dim=1)).flatten(0, 1)
         with self._autocast():
             losses = self.model.lm_head(predicting, targets.to(predicting.device).flatten(), by_bin=by_bin)
         return states, losses.view(targets.shape)
 
     def _read_and_score_whole(self, segment: Segment) -> tuple[Tensor, Tensor]:
-        """The same of one segment, by a forward of the whole model."""
+        """`read_and_score` of one segment, by a forward of the whole model."""
         length = segment.targets.shape[1]
         shift_labels = torch.full_like(segment.input_ids, -100)
         shift_labels[:, -length:] = segment.targets
@@ -303,7 +303,7 @@ class Reader:
             for segment in segments:
                 yield segment, *self._read_and_score_whole(segment)
             return
-        # The same number of segments in every process.
+        # By the batch of all processes, so that all score equally often, however many streams each has.
         at_once = max(1, TOKENS_AT_ONCE // (text.reading.batch_size * text.reading.segment_length))
         while group := list(islice(segments, at_once)):
             targets = torch.cat([segment.targets for segment in group], dim=1)
@@ -319,7 +319,7 @@ class Reader:
         self._memory = memory_of(outputs) if cache is None else {CACHE_NAME: cache}
 
     def _autocast(self) -> AbstractContextManager:
-        """A new context for each call: autocast keeps casts of weights, which may change between segments."""
+        """A new context for each call, because autocast caches casts of weights, which may change between segments."""
         return nullcontext() if self._accelerator is None else self._accelerator.autocast()
 
 
@@ -331,7 +331,7 @@ def device_of(model: TransfoXLForCausalLM) -> torch.device:
 @contextmanager
 def evaluating(model: TransfoXLForCausalLM) -> Iterator[None]:
     """The model in evaluation mode. Nothing is written to one that is in it already, so that threads can share it."""
-    # Module by module: parts of a model may be frozen in a mode of their own.
+    # Modes are restored by module, because parts of a model may be frozen in a mode of their own.
     in_training = [module for module in model.modules() if module.training]
     try:
         for module in in_training:

@@ -168,7 +168,7 @@ def run(options: argparse.Namespace):
                 options.output.parent.mkdir(parents=True, exist_ok=True)
                 write_text(options.output, json.dumps(report, indent=2, allow_nan=False) + "\n")
     finally:
-        # An error or Ctrl-C half-way loses none of the figures before.
+        # Earlier figures are printed even after an error or Ctrl-C.
         if options.json and report["results"]:
             print(json.dumps(report, indent=2, allow_nan=False))
     if not options.json:
@@ -206,14 +206,14 @@ def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None
     """Take the lengths that are not given from the results.json of `txl-train`, so that one model has one figure.
 
     Args:
-        follows: a cache or the weights follow the text. The number of streams is not taken then but 1, because each of
-            several streams would be followed through its own part of the text alone.
+        follows: a cache or dynamic evaluation is used. `batch_size` is then 1, because each of several streams would
+            learn from its own part of the text alone.
     """
     try:
         found = read_results(Path(options.model))["test"]
         lengths, document_end = {name: int(found[name]) for name in LENGTHS}, found.get("document_end")
     except (ValueError, KeyError, TypeError, AttributeError):
-        # Another program's file, or of other weights, or none.
+        # results.json is missing, of other weights or of another program.
         lengths, document_end = {}, None
         if (path := Path(options.model, RESULTS)).is_file():
             print(f"{path} is not used: it is of other weights, or not txl-train's", file=sys.stderr)
@@ -227,7 +227,7 @@ def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None
         taken.pop("memory_length", None)
     if follows:
         taken.pop("batch_size", None)
-    # A sliding window has neither.
+    # A sliding window does not read these two.
     unread = ("segment_length", "ext_len") if options.sliding_window and not options.memory_length else ()
     for name, value in taken.items():
         setattr(options, name, {"memory_length": [value], "same_length": str(bool(value)).lower()}.get(name, value))
@@ -239,10 +239,10 @@ def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None
 
 
 def find_document_end(options: argparse.Namespace, text: TokenisedText) -> int | None:
-    """The token that ends each document: as asked for or as training had it, else as the data was prepared.
+    """The token that ends each document: from --document_end, from training, or else from the data.
 
     Raises:
-        ValueError: the one that was asked for is not in the vocabulary, or not in the text.
+        ValueError: the token of --document_end is not in the vocabulary, or not in the text.
     """
     if isinstance(options.document_end, int):
         return options.document_end
@@ -256,7 +256,7 @@ def find_document_end(options: argparse.Namespace, text: TokenisedText) -> int |
 
 
 def check_statistics(tokens: int, train: TokenisedText) -> None:
-    """Raise a ValueError where the statistics are to be taken from more than the training text."""
+    """Raise a ValueError if the statistics would need more tokens than the training text has."""
     if tokens > len(train.token_ids):
         raise ValueError(f"--statistics {tokens} is more than the training text has: {len(train.token_ids)}")
 
@@ -299,7 +299,7 @@ def read_cache(options: argparse.Namespace) -> ContinuousCache | None:
 
 
 def read_dynamic(options: argparse.Namespace) -> DynamicEvaluation | None:
-    """Dynamic evaluation as --dynamic and its options have it."""
+    """The dynamic evaluation of --dynamic and its options."""
     if options.dynamic is None:
         return None
     given = {name: getattr(options, name) for name in ("decay", "epsilon", "parameters")}
@@ -342,7 +342,7 @@ def score(
 def check_number(result: LanguageModelEvaluation):
     """
     Raises:
-        ValueError: the model computed something else than numbers, which no figure shows.
+        ValueError: the mean loss is NaN.
     """
     if math.isnan(result.nll):
         raise ValueError("the model computes losses that are no numbers (NaN) for this text")
@@ -352,7 +352,7 @@ def check_number(result: LanguageModelEvaluation):
 
 
 def attention_length(row: dict[str, Any]) -> int:
-    """The tokens that a token sees: the length of the memory, or of the window."""
+    """The number of tokens that a token sees: the length of the memory, or of the window."""
     return row["memory_length"] if row["protocol"] == MEMORY else row["ext_len"] + 1
 
 
@@ -374,7 +374,7 @@ def curves(results: list[dict[str, Any]], config: TransfoXLConfig) -> dict[str, 
 
 
 def print_row(results: list[dict[str, Any]]):
-    """The newest line of the table, and its head before the first."""
+    """Print the newest row of the table, and the header before the first row."""
     row = results[-1]
     columns = {
         "protocol": row["protocol"],

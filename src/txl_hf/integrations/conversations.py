@@ -1,4 +1,4 @@
-"""Replies that go on from the memories of earlier texts, several at a time: what `txl-serve` generates with."""
+"""Generation for `txl-serve`: replies continue from the memories of earlier texts, several at a time."""
 
 import random
 import threading
@@ -14,12 +14,12 @@ from ..data.memory_files import HeldCache
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
-# Replies of up to this many tokens are decoded after each token, those of up to twice as many after every second, …
+# Replies of up to this many tokens are decoded after each token, of up to twice as many after every second, …
 DECODED_AT_EVERY_TOKEN = 256
 
 
 class Conversations:
-    """`generate` that goes on from what was read before, and keeps what it reads.
+    """`generate` that continues from the kept memory of an earlier text, and keeps the memories of new ones.
 
     The memory of a text is kept where its prompt ends and where its reply ends. A later prompt that begins with one of
     these texts, token for token, is read from there on; no other text has any influence. Threads may call `generate`
@@ -28,12 +28,12 @@ class Conversations:
 
     def __init__(self, model: TransfoXLForCausalLM, limit: float, start: MemoryCache | None = None):
         """Args: limit: bytes of all memories that are kept; the least recently used are dropped.
-        start: of one row, the memory behind which every text begins; None: none.
+        start: of one row, the memory before every text; None: none.
         """
         self.model, self.limit = model, limit
         self.start = None if start is None else HeldCache.of(start)
         if self.start is not None:
-            # What was read lies before the texts, and is no part of them.
+            # Tokens of `start` are before the texts and do not count in their lengths.
             self.start.counts["initial_length"] = self.start.counts["length"]
         self.devices = [model.device] if model.device.type == "cuda" else []  # besides the CPU
         self.turns = Turns()
@@ -48,11 +48,11 @@ class Conversations:
         stopping_criteria: Sequence[StoppingCriteria] = (),
         **kwargs,
     ) -> Tensor:
-        """The model's `generate`, of one row and one beam: (1, L) tokens and those written behind them.
+        """The model's `generate`, of one row and one beam: (1, L) tokens and the tokens of the reply.
 
         Args:
             input_ids: (1, L), L ≥ 1, none of it padding.
-            is_over: whether to stop now, with what has been written; called between segments and between tokens.
+            is_over: whether to stop now and keep the text so far; called between segments and between tokens.
             seed: of the random numbers of this reply; None: another one each time.
         """
         with self.turns, torch.random.fork_rng(self.devices):
@@ -71,12 +71,12 @@ class Conversations:
                 **kwargs,
             )
             if cache is not None:
-                # The last token of the reply has not been read.
+                # `generate` has not read the last token of the reply.
                 self.keep(sequence[:, : cache.get_seq_length()], cache)
             return sequence
 
     def pause(self) -> None:
-        """Let all threads that wait take a turn; the state of the random numbers is put back."""
+        """Let all waiting threads take a turn, and then restore the state of the random numbers."""
         if self.turns.are_wanted:
             with torch.random.fork_rng(self.devices):
                 self.turns.pass_on()
@@ -97,7 +97,7 @@ class Conversations:
         return not is_over()
 
     def recall(self, input_ids: Tensor) -> MemoryCache:
-        """A new cache with the memory of the longest text that these tokens go on from, or of the beginning."""
+        """A new cache with the memory of the longest text that these tokens continue, or else of `start`."""
         text, held = _as_bytes(input_ids), self.start
         beginnings = (known for known in self.kept if len(known) < len(text) and text.startswith(known))
         longest = max(beginnings, key=len, default=None)
@@ -132,7 +132,7 @@ def _as_bytes(input_ids: Tensor) -> bytes:
 
 
 class _Between(StoppingCriteria):
-    """Called between two tokens of `generate`: turns for other threads, and an end where the reply is over."""
+    """Called between two tokens of `generate`: lets other threads take turns, and ends a reply that is over."""
 
     def __init__(self, conversations: Conversations, is_over: Callable[[], bool]):
         self.conversations, self.is_over = conversations, is_over
@@ -184,8 +184,8 @@ class Reply(StoppingCriteria):
         most: tokens after which the reply ends; `generate` has to be given as many.
         ends: tokens that end it, as `generate` has them.
         stops: strings that end it, and are no part of it.
-        prompt: tokens that the reply is decoded behind, so that its first word is joined to them as words of a text
-            are; they are no part of it. By default the reply is a text of its own.
+        prompt: tokens that are decoded before the reply, so that its first word is spaced as within a text; they are
+            no part of the reply. By default the reply is decoded alone.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Reply(StoppingCriteria):
         self._texts, self._sent = ("", ""), 0  # the last two that differ; how many characters have been sent
 
     def __call__(self, input_ids: Tensor, scores: Tensor | None = None, **kwargs) -> Tensor:
-        # On some devices `generate` goes on for one token before it looks at what this returns.
+        # On some devices `generate` computes one more token before it reads this result.
         if self.finish_reason is None:
             self.tokens.append(int(input_ids[0, -1]))
             count = len(self.tokens)

@@ -73,12 +73,12 @@ def read_prompt(options: argparse.Namespace) -> str:
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Print the prompt and what the model writes behind it. Raises a ValueError for a model that writes no text, and
+    """Print the prompt and the text that the model generates. Raises a ValueError for a model that writes no text, and
     for a prompt without a token."""
     load_config(options.model, "model")
     if is_midi_tokenizer(options.model):
         raise ValueError(f"model {options.model} writes music: use examples/music/generate.py of the repository")
-    # A model of sentences would otherwise read the token that ends a sentence behind the prompt.
+    # With `add_eos_token` a model of sentences would read the token that ends a sentence behind the prompt.
     tokenizer = load_tokenizer(options.model, add_eos_token=False)
     prompt = read_prompt(options)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].long()
@@ -90,7 +90,7 @@ def generate(options: argparse.Namespace) -> None:
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     ends, write = model.generation_config.eos_token_id, functools.partial(print, end="", flush=True)
     ends = ends if isinstance(ends, list) else [ends]
-    # The first word is joined to few of the last tokens, and these are decoded again with each new one.
+    # The spacing of the first word depends on few tokens before it, which are decoded again with each new one.
     reply = Reply(tokenizer, write, options.max_new_tokens, ends, prompt=ids[0, -20:].tolist())
     given |= {"stopping_criteria": [reply], "num_beams": 1, "use_cache": True}
     write(prompt)

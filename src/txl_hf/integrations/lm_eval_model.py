@@ -34,7 +34,7 @@ class TransfoXLLM(HFLM):
         segment_length: tokens read in one pass. None: the model's `tgt_len`.
         memory_length, clamp_len, same_length: as in `evaluate_language_model`. None: the model's.
         max_gen_toks: how many tokens to generate where a task does not say.
-        device: None, or a GPU where there is none: what there is.
+        device: None, or a GPU on a machine without one: the device that there is.
         options: as for `HFLM`. `prefix_token_id` is the token before a text (bos or else eos), without which its first
             token is not scored. `batch_size` has no effect: the continuations of one context are read side by side,
             and contexts one after the other, each with its own memory.
@@ -57,7 +57,7 @@ class TransfoXLLM(HFLM):
         device: str | None = None,
         **options,
     ):
-        # The configuration has them, so that `generate` reads with them too.
+        # The lengths are set in the configuration, so that `generate` uses them too.
         lengths = {"mem_len": memory_length, "clamp_len": clamp_len, "same_length": same_length}
         options |= {name: value for name, value in lengths.items() if value is not None}
         if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
@@ -65,10 +65,10 @@ class TransfoXLLM(HFLM):
         super().__init__(pretrained, device=device, **options)
         if self.config.model_type != "transfo-xl":
             raise ValueError(f"pretrained={pretrained} is a {self.config.model_type}, not a Transformer-XL")
-        # What the file names; the loaded model names its own class.
+        # `architectures` of the file, because the loaded model names its own class.
         if not any(name.endswith(("CausalLM", "LMHeadModel")) for name in self.config.architectures or ["CausalLM"]):
             raise ValueError(f"{pretrained} is no whole language model: its weights lack lm_head.")
-        # The configuration with the lengths given above.
+        # `_config` is the configuration with the lengths given above.
         self._config = self.model.config
         self.segment_length = self.config.tgt_len if segment_length is None else segment_length
         self.max_gen_toks = max_gen_toks
@@ -92,7 +92,7 @@ class TransfoXLLM(HFLM):
         return getattr(self.tokenizer, "mode", None) == "lm1b"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options) -> list[int]:
-        """The ids of a text that may go on: its last line has an end only with a line feed."""
+        """The ids of a text that may continue: its last line gets an end token only with a line feed."""
         if ends_lines(self.tokenizer) and not add_special_tokens:
             ids = encode_text(self.tokenizer, string).tolist()
             return ids if string.endswith("\n") else ids[:-1]
@@ -110,7 +110,7 @@ class TransfoXLLM(HFLM):
         return text
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The ids of both; of a context without tokens, the prefix token.
+        """The ids of a context (without tokens: the prefix token) and of its continuation.
 
         A token that begins in the context and ends in the continuation belongs to the continuation, as "unlikely" of
         "un" and "likely" in a vocabulary of words. White space between them does too, as lm_eval has it.
@@ -123,7 +123,7 @@ class TransfoXLLM(HFLM):
         shared = len(os.path.commonprefix([alone, whole]))
         parted = context != context.rstrip() or not continuation or continuation != continuation.lstrip()
         if 0 < shared == len(alone) and not parted and whole[shared - 1] == self.tokenizer.unk_token_id:
-            # The unknown token may stand for a word that begins in the context.
+            # The unknown token may stand for a word that begins in the context, so it moves to the continuation.
             shared -= 1
         context_ids, token_ids = whole[:shared], whole[shared:]
         if not token_ids and continuation.strip():
@@ -131,7 +131,7 @@ class TransfoXLLM(HFLM):
         if context_ids or not token_ids:
             return context_ids, token_ids
         prefix = self._prefix()
-        # A continuation that begins with the prefix token brings its own, as lm_eval has it.
+        # A continuation that begins with the prefix token replaces it, as in lm_eval.
         return prefix, token_ids[1:] if token_ids[:1] == prefix else token_ids
 
     def _prefix(self) -> list[int]:
@@ -190,8 +190,8 @@ class TransfoXLLM(HFLM):
     def _score(self, context: list[int], continuations: list[list[int]]) -> list[tuple[float, bool]]:
         if (longest := max(map(len, continuations))) == 0:
             return [(0.0, True)] * len(continuations)
-        # The last token of the context predicts the first of a continuation. Without a memory each token is the last
-        # of a pass of its own, behind as many as a segment holds, as in `generate`.
+        # The last token of the context predicts the first of a continuation. Without a memory each token is scored at
+        # the end of a pass of its own over a segment, as in `generate`.
         step = self.segment_length if self.config.mem_len > 0 else 1
         again = self.config.ext_len + self.segment_length - step
         read = self._read(context[:-1]) if self.config.mem_len > 0 else None
@@ -217,7 +217,7 @@ class TransfoXLLM(HFLM):
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
         """Continue each context up to one of the strings of `until`, an eos token, or `max_gen_toks` tokens.
 
-        The eos token is the model's `generation_config.eos_token_id`; another that ends lines is a line feed.
+        The eos token is the model's `generation_config.eos_token_id`; another one, which ends lines, is a line feed.
         """
         found = []
         for request in tqdm(requests, disable=disable_tqdm, desc="generate"):
@@ -231,7 +231,7 @@ class TransfoXLLM(HFLM):
         if not settings["do_sample"]:
             settings.pop("temperature", None)
         token_ids = self.tok_encode(context) or self._prefix()
-        # All but the last segment; `generate` reads the last one from this memory.
+        # `generate` reads the last segment from the memory of all others.
         read = 0 if self.config.mem_len == 0 else (len(token_ids) - 1) // self.segment_length * self.segment_length
         if read > 0:
             settings["mems"] = self._read(token_ids[:read])
@@ -242,11 +242,11 @@ class TransfoXLLM(HFLM):
             if self.config.mem_len == 0:
                 # `generate` would read the whole text for each token, and not a window as `_score` does.
                 stack.callback(self.model.register_forward_pre_hook(self._cut_to_window, with_kwargs=True).remove)
-            # A mask of ones, as one inferred from the ids would hide line ends where these pad too.
+            # A mask of ones, because a mask inferred from the ids would hide line ends if these are the pad token.
             sequences = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
         written = sequences[0, prompt.shape[1] :].tolist()
         ends = settings.get("eos_token_id", self.model.generation_config.eos_token_id)
-        # The token that ends the text is no part of it, not even a line feed.
+        # The token that ends the text is removed, even if it is a line feed.
         if written and written[-1] in (ends if isinstance(ends, list) else [ends]):
             written.pop()
         return stop.cut(self.tok_decode(written))

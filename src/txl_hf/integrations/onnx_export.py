@@ -32,10 +32,10 @@ from ..data.loading import find_tokenizer, has_tokenizer, load_config, load_lang
 from ..files import whole_folder
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
-# The least bytes of a weight in the file that the graphs share, and the multiple of bytes at which each weight begins.
+# The file that the graphs share, the least bytes of a weight in it, and the alignment of weights in bytes.
 WEIGHTS, LEAST_SHARED, PAGE = "weights.data", 1024, 4096
 
-# How far log-probabilities, and states in proportion to the largest, may be from torch's.
+# Largest difference from torch of log-probabilities, and of states in proportion to the largest.
 TOLERANCE = 1e-4
 # Batch and length that the graph of a segment is compared at, with memories of several lengths.
 SIZES = ((1, 1), (3, 7), (2, 20))
@@ -81,7 +81,7 @@ def export(name: str, output: Path) -> dict[str, float]:
     Raises:
         ValueError: the model is no Transformer-XL or has no memory, or onnxruntime computes something else.
     """
-    # torch's exporter needs them: what is missing is said before any work.
+    # torch's exporter needs these packages; a missing one is an error before any work.
     import onnx  # noqa: F401
     import onnxruntime  # noqa: F401
     import onnxscript  # noqa: F401
@@ -89,7 +89,7 @@ def export(name: str, output: Path) -> dict[str, float]:
     config = load_config(name)
     if config.mem_len == 0:
         raise ValueError(f"{name} has mem_len=0: the graphs are those of a model with a memory")
-    # No token is read again by a program that runs the graphs: all of them are remembered.
+    # Programs that run the graphs read no token again, so all tokens are remembered.
     config.ext_len = 0
     # Every operation of eager attention is one of ONNX.
     model = load_language_model(name, config=config, dtype=torch.float32, attn_implementation="eager")
@@ -112,8 +112,8 @@ def export(name: str, output: Path) -> dict[str, float]:
 def write_graph(model: TransfoXLForCausalLM, path: Path, one_token: bool) -> None:
     """Write the graph of a segment of any length, or of one token, with a memory of any length before it."""
     config, layers = model.config, model.config.n_layer
-    # The exporter takes sizes that are equal here for one size, and a memory of mem_len for one that is never cut: so
-    # the sizes differ from one another and from mem_len as far as possible.
+    # The exporter takes equal sizes for one dimension, and a memory of mem_len for one that is never cut, so the sizes
+    # differ from one another and from mem_len as far as possible.
     memory, length = max(1, config.mem_len - 1), 4 if config.mem_len == 3 else 3
     batch = 5 if memory == 2 else 2
     segment = torch.zeros((batch, 1 if one_token else length), dtype=torch.int64)
@@ -123,7 +123,7 @@ def write_graph(model: TransfoXLForCausalLM, path: Path, one_token: bool) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before = logging.root.manager.disable
-        # The exporter warns of operators that are not in this model.
+        # The exporter warns of operators that this model does not have.
         logging.disable(logging.WARNING)
         try:
             program = torch.onnx.export(
@@ -140,7 +140,7 @@ def write_graph(model: TransfoXLForCausalLM, path: Path, one_token: bool) -> Non
     # For mypy: the older exporter returns None.
     assert program is not None
     for states in program.model.graph.outputs[1:]:
-        # The graph computes any memory, but the shape of its output would be that of the example.
+        # The length of the memory is dynamic, but the exporter gives the output the example's.
         states.shape[1] = "new_memory"
     program.save(path)
 
@@ -149,7 +149,7 @@ def share_weights(graphs: Iterable[Path], weights: Path) -> None:
     """Move the weights of graphs in one folder to a file beside them, each weight once.
 
     Args:
-        graphs: ONNX files, which are written anew. weights: the file to write.
+        graphs: ONNX files, which are rewritten. weights: the file to write.
     """
     import onnx
 
@@ -157,7 +157,7 @@ def share_weights(graphs: Iterable[Path], weights: Path) -> None:
     with weights.open("wb") as file:
         for path in graphs:
             graph = onnx.load(path)
-            # The exporter's file of a graph that is too large to hold its weights.
+            # The exporter writes this file if a graph is too large to hold its weights; `weights` replaces it.
             path.with_name(f"{path.name}.data").unlink(missing_ok=True)
             for tensor in graph.graph.initializer:
                 content = onnx.numpy_helper.to_array(tensor).tobytes()

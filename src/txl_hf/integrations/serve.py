@@ -34,7 +34,7 @@ from ..data.memory_files import load_memory
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
-# By which configurations know it, those of old checkpoints too.
+# Names of a language model in configurations, those of old checkpoints too.
 LANGUAGE_MODELS = {"TransfoXLForCausalLM", "TransfoXLLMHeadModel"}
 # Connections beyond these are answered 503.
 CONNECTIONS = 64
@@ -89,7 +89,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(options: argparse.Namespace, listener: socket.socket) -> None:
-    """Answer requests until a signal ends it. Raises ValueError for what is no Transformer-XL language model."""
+    """Answer requests until a signal ends it. Raises ValueError for any other model than a language model."""
     import uvicorn
 
     from .serve_app import build_app
@@ -104,17 +104,17 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
     app = build_app(model, tokenizer, options, lambda: server.should_exit, start)
     limits = {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": 10}
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False, **limits))
-    # The listener has queued what connected while the model was being loaded.
+    # Clients that connected while the model was loading wait in the listener's queue.
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"serving {options.model} at http://{host}:{listener.getsockname()[1]}/v1", flush=True)
     server.run(sockets=[listener])
 
 
 def load_start(path: str | os.PathLike, model: TransfoXLForCausalLM) -> MemoryCache:
-    """The memory of a file that all texts may go on from.
+    """The memory of a file, if all texts can continue from it.
 
     Raises:
-        ValueError: it is not; the message says what would be.
+        ValueError: texts cannot continue from it; the message says what would be right.
     """
     cache, mem_len = load_memory(path, model).get(CACHE_NAME), model.config.mem_len
     layers: list[Any] = cache.layers if isinstance(cache, MemoryCache) else []

@@ -1,4 +1,4 @@
-"""The HTTP application of `txl-serve`: what a language model can answer of OpenAI's API.
+"""The HTTP application of `txl-serve`: the part of OpenAI's API that a language model can answer.
 
 A request is read on the event loop; its prompt is tokenised, and its reply is generated, in other threads.
 """
@@ -32,13 +32,13 @@ from .serve_fields import ChatRequest, CompletionRequest, ModelRequest, TextRequ
 
 # Requests that are answered at a time, by turns.
 REPLIES = 4
-# Bytes of a request beyond which its prompt waits for those of other such requests to be tokenised.
+# Prompts of requests with more bytes are tokenised one at a time.
 LONG = 20_000
-# Tokens of a reply where the request does not say.
+# Most tokens of a reply if the request sets no number.
 USUAL_TOKENS = 1024
-# Tokens of a prompt at most for a model without memory, which reads the whole text for each new one.
+# Most tokens of a prompt for a model without memory, which reads the whole text for each new token.
 WITHOUT_MEMORY = 4096
-# Below it scores divided by the temperature overflow 32 bits, and sampling draws the likeliest token alone anyway.
+# Below this, scores divided by the temperature overflow fp32, and sampling only draws the likeliest token anyway.
 LOWEST_TEMPERATURE = 1e-30
 # Seconds between two checks of whether a client is still connected.
 CHECK_EVERY = 0.1
@@ -83,7 +83,7 @@ class Server:
 
     async def read(self, request: Request) -> bytes:
         """The body of a request. Raises HTTPException for one that is too long, too slow, or no JSON by its header."""
-        # A page from elsewhere cannot send JSON unless CORS lets it.
+        # A page of another origin cannot send JSON unless CORS allows it.
         if "json" not in request.headers.get("content-type", ""):
             raise HTTPException(415, "the request needs the header Content-Type: application/json")
         body, most = bytearray(), self.options.max_body * 2**20
@@ -115,7 +115,7 @@ class Server:
                 raise ClientDisconnect
             try:
                 ids = await asyncio.to_thread(fields.tokens, self.tokenizer)
-            except Exception as error:  # Templates raise what they like.
+            except Exception as error:  # Templates raise errors of any type.
                 raise HTTPException(400, str(error)) from None
         if ids.shape[1] == 0:
             raise HTTPException(400, f"the prompt has no token to go on from: input_ids are {tuple(ids.shape)}")
@@ -127,7 +127,7 @@ class Server:
         return ids.to(self.model.device)
 
     def generation_config(self, fields: TextRequest) -> GenerationConfig:
-        """The model's, with the fields of a request. Raises HTTPException for too many tokens."""
+        """The model's generation config, with the fields of a request. Raises HTTPException for too many tokens."""
         config, most = copy.deepcopy(self.model.generation_config), self.options.max_tokens
         config.max_new_tokens = min(USUAL_TOKENS, most)
         if fields.generation_config is not None:
@@ -179,7 +179,7 @@ class Answer:
             await writing
             if not self.reply.tokens:
                 seconds = f"{self.server.options.max_seconds:g} s"
-                # No 5xx, after which OpenAI's client would send it again.
+                # 400, because OpenAI's client repeats a request after a 5xx.
                 raise HTTPException(400, f"the prompt was not read within {seconds}, or before the server closed")
         finally:
             self.is_gone.set()
@@ -281,7 +281,7 @@ def build_app(
 
     @app.post("/load_model")
     async def load_model(request: Request) -> Response:
-        """The first request of `transformers chat`, which asks for a model to be loaded: the one model already is."""
+        """The first request of `transformers chat`, to load a model, which is loaded already."""
         server.parse(await server.read(request), ModelRequest)
         ready = {"status": "ready", "model": options.model, "cached": True}
         return Response(event(ready), media_type="text/event-stream")

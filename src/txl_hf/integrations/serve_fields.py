@@ -25,7 +25,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Fields(BaseModel):
-    """Fields by their names and types; null is as if the field were not there."""
+    """Fields by their names and types; null means that a field is not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

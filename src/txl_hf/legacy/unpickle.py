@@ -2,15 +2,15 @@
 
 A pickle is a program for a small stack machine, and the standard machine imports and calls whatever the program
 names. [`Machine`] knows the same instructions but imports nothing, calls nothing and sets no attribute: a class or
-function is only ever a [`Name`], and only names that the originals' files are known to hold are taken at all. Where
+function is only ever a [`Name`], and only names that the originals' files are known to hold are accepted. Where
 the program calls one of the names in `Machine.builders` (OrderedDict, Counter, set and the like), a function of this
 module makes the plain value it stands for; where it calls any other known name, the result is a [`StandIn`] that keeps
 the arguments and attributes and can do nothing.
 
-A few bytes of program can ask for much. So the machine counts what it builds, copies, hashes and walks, in bytes, and
-its instructions; a pickle that asks for more than `MAX_BYTES` and its own size is refused. Keys of dictionaries and
-members of sets are texts and numbers alone, since a tuple is hashed anew each time; and not many large numbers, since
-those can be made to collide.
+A few bytes of a pickle can build huge objects. So the machine counts what it builds, copies, hashes and walks, in
+bytes, and its instructions; a pickle that asks for more than `MAX_BYTES` and its own size is refused. Keys of
+dictionaries and members of sets are texts and numbers alone, because a tuple is hashed anew each time; and not many
+large numbers, because those can be made to collide.
 
 Three kinds of file are understood, as the originals wrote them over the years: a bare pickle (`vocab.pkl`,
 `cache.pkl`), the zip archives of torch >= 1.6, and the concatenated pickles that torch wrote before that.
@@ -35,16 +35,16 @@ MAX_BYTES = 512 << 20  # beside the size of the file; a vocabulary of a million 
 MAX_STEPS = 1 << 25  # the same vocabulary takes 8 million
 MAX_CONSTANT = 8 << 20  # bytes; longer texts, which are pickled arrays of numbers, are left in the file
 MAX_NUMBER_KEYS = 1 << 15  # an optimizer's state has one for each parameter
-STACK_STEP = 1024  # the stack is paid for so many values at a time
+STACK_STEP = 1024  # values of the stack that are counted at a time
 
-LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # what torch < 1.6 pickles first
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle in a file of torch < 1.6
 LEGACY_PROTOCOL = 1001
 
 # Bytes that an entry of each container takes in CPython, with the room that growth leaves unused.
 LIST_ITEM, DICT_ITEM, SET_ITEM, MEMO_ITEM, STAND_IN = 16, 72, 112, 104, 400
 
-# The classes and functions that the originals' files name: by module, or, since others keep the originals' sources
-# where they like, by the last part of the module or by the class's own name.
+# The classes and functions that the originals' files name: by module, or, because copies of the originals' sources
+# have other paths, by the last part of the module or by the class's own name.
 _KNOWN = re.compile(
     r"""(?x)
     builtins\.(bool|bytes|dict|float|frozenset|int|list|long|object|set|slice|str|tuple|unicode)
@@ -62,7 +62,7 @@ _KNOWN = re.compile(
 
 
 class UnsafePickleError(ValueError):
-    """The file is no pickle, is damaged, or asks for something that is refused. The message is one line."""
+    """The file is no pickle, is damaged, or calls something that is refused. The message is one line."""
 
 
 def shown(value: object) -> str:
@@ -74,7 +74,7 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Name:
-    """A class or function the pickle names: never imported."""
+    """A class or function that the pickle names; it is never imported."""
 
     module: str
     name: str
@@ -85,7 +85,7 @@ class Name:
 
 @dataclass(eq=False, slots=True)
 class StandIn:
-    """An object of a class that is not built: what the pickle said about it, and nothing else.
+    """An object of a class that is not built: only its arguments and contents in the pickle.
 
     `attributes` holds what would have become `__dict__`; `items` and `entries` what would have been appended or set.
     """
@@ -138,10 +138,10 @@ def load(path: str | os.PathLike, machine: "Machine | None" = None) -> Any:
 
     Args:
         path (`str` or `os.PathLike`): the file.
-        machine ([`Machine`], *optional*): the one that runs the pickle; one that also knows tensors reads those.
+        machine ([`Machine`], *optional*): the machine that runs the pickle; a subclass may read tensors too.
 
     Raises:
-        UnsafePickleError: in one line that names the file, why it is none of the three kinds, or what is refused.
+        UnsafePickleError: in one line that names the file, why it has none of the three formats, or what is refused.
     """
     path = Path(path)
     machine = machine or Machine()
@@ -162,7 +162,7 @@ def load(path: str | os.PathLike, machine: "Machine | None" = None) -> Any:
         reason = " ".join(f"{type(error).__name__}: {shown(str(error))}".split())
         raise UnsafePickleError(f"{path.name} cannot be read as a pickle ({reason})") from None
     finally:
-        machine.clear()  # whoever keeps the error keeps the machine, too
+        machine.clear()  # a traceback keeps the machine alive
 
 
 def _load_archive(path: Path, data: mmap.mmap, machine: "Machine") -> Any:
@@ -202,7 +202,7 @@ def read_directory(path: Path, data: mmap.mmap) -> dict[str, Record]:
             return {info.filename: _record(data, info) for info in archive.infolist()}
     except (UnsafePickleError, zipfile.BadZipFile, OSError):
         raise
-    except Exception as error:  # what damage makes of the numbers in a directory has many names
+    except Exception as error:  # damaged numbers in a directory raise errors of many types
         raise zipfile.BadZipFile(shown(str(error))) from None
 
 
@@ -265,7 +265,7 @@ def _set(machine: "Machine", items: Any = ()) -> set:
 
 
 def _encode(machine: "Machine", text: Any, encoding: Any = "latin1") -> bytes | StandIn:
-    # Python 3 writes bytes this way in old protocols; every other codec (zip, hex, ...) stays out of reach.
+    # Python 3 writes bytes this way in old protocols; other codecs (zip, hex, ...) are refused.
     if isinstance(text, StandIn):
         return text
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1", "utf-8"):
@@ -275,7 +275,7 @@ def _encode(machine: "Machine", text: Any, encoding: Any = "latin1") -> bytes | 
 
 
 def _reconstructed(machine: "Machine", kind: Any, *_: Any) -> StandIn:
-    """Objects in the protocols before 2."""
+    """A stand-in for an object in the protocols before 2."""
     if not isinstance(kind, Name):
         raise UnsafePickleError("an object of something that is no class")
     machine.pay(STAND_IN)
@@ -289,7 +289,7 @@ _CONSTANTS = frozenset(
     " SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8".split()
 )
 _MARK: Any = object()
-# Instructions that push a new value, and those of the framing, which change nothing.
+# Instructions that push a new value; the instructions of the framing, `_IGNORED`, change nothing.
 _PUSHED: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None,
     "NEWTRUE": lambda: True,
@@ -315,8 +315,8 @@ _Instructions: TypeAlias = dict[int, tuple[str, Callable | None, Callable | None
 
 
 def _read_string(file: Any) -> str:
-    """A string of Python 2 in the protocol of text, as Latin-1 like those of the other protocols: `pickletools` takes
-    ASCII alone.
+    """A string of Python 2 in the protocol of text, decoded as Latin-1 as in the other protocols; `pickletools`
+    decodes ASCII alone.
 
     Raises:
         ValueError: it is not in quotes, or the line does not end.
@@ -354,8 +354,8 @@ def _ignore(_machine: "Machine", _: Any) -> None:
 class Machine:
     """Runs pickles; the method named after an instruction, in lower case behind `op_`, carries it out.
 
-    A subclass can know more `builders`, what a persistent id refers to (`refer`), and where the records of an archive
-    (`place_records`) or what follows the pickles of torch's old format (`place_stream`) belong.
+    A subclass can add `builders`, objects for persistent ids (`refer`), and places for the records of an archive
+    (`place_records`) or for the bytes behind the pickles of torch's old format (`place_stream`).
     """
 
     builders: dict[str, Callable] = {
@@ -373,7 +373,7 @@ class Machine:
         "copyreg._reconstructor": _reconstructed,
     }
     instructions: _Instructions = {}
-    # Plain values beside the containers on which a pickle may set attributes.
+    # Types besides the containers on which a pickle may set attributes.
     described: tuple[type, ...] = ()
 
     def __init_subclass__(cls) -> None:
@@ -391,10 +391,10 @@ class Machine:
         raise UnsafePickleError("it refers to objects outside itself, which no vocabulary does")
 
     def place_records(self, records: dict[str, Record]) -> None:
-        """Takes note of an archive's records, by their names below `data/`, before the pickle is run."""
+        """Stores the places of an archive's records, by their names below `data/`, before the pickle is run."""
 
     def place_stream(self, stream: Stream) -> None:
-        """Reads on behind the pickle in torch's old format."""
+        """Reads the storages behind the pickle in torch's old format."""
 
     def run(self, stream: Stream) -> Any:
         """Runs the pickle at the position of `stream` and returns its value.
@@ -458,14 +458,14 @@ class Machine:
         self.stack.append(value)
 
     def walk(self, values: Any) -> Iterable[Any]:
-        """The items of a list, a tuple or a set, paid for as a copy."""
+        """The items of a list, a tuple or a set, counted as a copy."""
         if not isinstance(values, list | tuple | set | frozenset | dict):
             raise UnsafePickleError(f"a {type(values).__name__} where a list should be")
         self.pay(64 + LIST_ITEM * len(values))
         return values
 
     def key(self, value: Any) -> Any:
-        """`value` if it may be a dictionary's key: hashing it then takes no longer than it is long."""
+        """`value` if it may be a dictionary's key, whose hash takes time in proportion to its length."""
         if type(value) is str:
             self.pay(len(value))
         elif type(value) is int or type(value) is bool:
@@ -484,19 +484,19 @@ class Machine:
 
     # The stack
     def top(self) -> Any:
-        """The last value, which stays."""
+        """The last value, which stays on the stack."""
         if self.stack[-1] is _MARK:
             raise UnsafePickleError("a mark where a value should be")
         return self.stack[-1]
 
     def take(self) -> Any:
-        """The last value, which goes."""
+        """The last value, removed from the stack."""
         value = self.top()
         del self.stack[-1]
         return value
 
     def take_to_mark(self) -> list[Any]:
-        """The values behind the last mark, which goes with them."""
+        """The values behind the last mark, removed together with the mark."""
         values: list[Any] = []
         while self.stack:
             value = self.stack.pop()
@@ -519,8 +519,8 @@ class Machine:
         self.op_put(len(self.memo))
 
     def op_put(self, index: int) -> None:
-        # Indices this dense cannot be chosen to collide in the hash table of the dict, where an int is its own hash:
-        # such a file would be read slowly.
+        # Indices must be dense, because an int is its own hash, and chosen indices could collide in the hash table of
+        # the dict and slow down reading.
         if not 0 <= index <= 4 * len(self.memo) + 1024:
             raise UnsafePickleError(f"a memo with a place {index} but only {len(self.memo)} values")
         self.pay(MEMO_ITEM)
@@ -644,7 +644,7 @@ class Machine:
         self.set_attributes(self.take())
 
     def set_attributes(self, state: Any) -> None:
-        """Keeps the attributes of a stand-in. Those of the plain values mean nothing here, and nothing is ever set."""
+        """Stores the attributes of a stand-in. Those of plain values are ignored, and no attribute is ever set."""
         target = self.top()
         if not isinstance(target, (StandIn, dict, set, list, *self.described)):
             raise UnsafePickleError("attributes set on something that has none")

@@ -15,7 +15,7 @@ def read_vocab_pickle(path: str | os.PathLike) -> list[str]:
         path (`str` or `os.PathLike`): the file, a bare pickle or of either format of `torch.save`.
 
     Raises:
-        ValueError: in one line, what the file holds and should not, or that it is no vocabulary.
+        ValueError: in one line, the wrong contents of the file, or that it is no vocabulary.
     """
     try:
         state = load(path)
@@ -39,10 +39,10 @@ def order_symbols(ids: dict, source: str) -> list:
 
     Args:
         ids (`dict`): the id of each symbol.
-        source (`str`): where it comes from, for the error.
+        source (`str`): name of the dict's source, for the error.
 
     Raises:
-        ValueError: the ids are not the numbers from 0 to one less than there are symbols, each of them once.
+        ValueError: the ids of n symbols are not the numbers from 0 to n - 1, each of them once.
     """
     if not all(type(number) is int for number in ids.values()) or sorted(ids.values()) != list(range(len(ids))):
         raise ValueError(f"{source} does not number its {len(ids)} symbols from 0 on, each once")
@@ -50,7 +50,7 @@ def order_symbols(ids: dict, source: str) -> list:
 
 
 def repair_symbols(symbols: list[str]) -> list[str]:
-    """The symbols as they were written, where all of them are UTF-8 that was read as Latin-1; else as they are.
+    """The symbols decoded as UTF-8 if all of them were UTF-8 that was read as Latin-1; else unchanged.
 
     The originals' Python 2 pickled bytes, which the published `transfo-xl-wt103` took for Latin-1: it holds
     `'EnquÃªtes` for `'Enquêtes`, and thousands of words more that no text would ever match.

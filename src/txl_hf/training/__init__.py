@@ -2,5 +2,5 @@
 
 Imports `transfo_xl`, `kernels`, `data` and `evaluation`. `trainer` is the loop, with `arguments`, `optimizers`,
 `callbacks`, `regularization`, `steps` (compiled layers and captured steps), `checkpoints` and `cards`. `recipe` reads
-a recipe and the command line, `command` makes a run of it, `report` is what a run says and leaves.
+a recipe and the command line, `command` runs a training, `report` writes its output.
 """

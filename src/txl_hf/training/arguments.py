@@ -1,4 +1,4 @@
-"""The arguments of a training: `TransfoXLTrainingArguments` for the Trainer, and what a recipe of `txl-train` adds."""
+"""The arguments of a training: `TransfoXLTrainingArguments` for the Trainer, and more options of `txl-train`."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from transformers import TrainingArguments
 
 from ..command_line import option
 
-# The vocabulary of `optimizer`; without one, transformers' `optim` chooses.
+# Values of `optimizer`; if it is None, transformers' `optim` chooses.
 Optimizer = Literal["adam", "adamw", "lamb", "muon"]
 
 
 @dataclass
 class TransfoXLTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with what a memory, its optimizers and an average need. Some defaults are the paper's.
+    """`TrainingArguments` with options of memory, optimizers and averages. Some defaults are the paper's.
 
     Args:
-        optimizer: name of one of `optimizers.make_optimizer`, in the place of `optim`, or None.
+        optimizer: one of `Optimizer`, in place of `optim`, or None.
         embedding_lr_factor: factor of the learning rate of the embeddings' tables.
         muon_lr_factor: factor of the learning rate of the matrices under Muon.
         scale_lr_by_length: scale each step's learning rate by its segment's length over the stream's.
@@ -25,11 +25,11 @@ class TransfoXLTrainingArguments(TrainingArguments):
             of the weights after each step. Checkpoints keep both.
         average_start: step after which the average begins.
         mem_warmup_ratio: part of all steps over which the memory grows from 1 to `mem_len` states.
-        backprop_segments: segments that gradients go back through, by the memory. Each item of the stream is read as
-            so many segments, one after the other, before the weights learn from all of them together; so make it with
-            a `segment_length` that many times as long.
+        backprop_segments: the number k of segments that gradients flow back through, by the memory. Each item of the
+            stream is read as k segments, one after the other, whose losses make one step; so make the stream with a
+            `segment_length` k times as long.
         compile_layers: compile each layer, one graph for all. None: on a GPU on which Triton runs.
-        cuda_graphs: launch the kernels of a step together. None: where steps are small and can be captured.
+        cuda_graphs: launch the kernels of a step as CUDA graphs. None: where steps are small and can be captured.
 
     Raises:
         ValueError: values out of range, or an option without the one that reads it.
@@ -65,7 +65,7 @@ class TransfoXLTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        # A step that overflowed is skipped by the scaler, and its loss by the log.
+        # The scaler skips a step that overflowed, so the log leaves out its loss.
         self.logging_nan_inf_filter |= self.fp16
         for name in ("learning_rate", "embedding_lr_factor", "muon_lr_factor", "weight_decay", "adam_epsilon"):
             if not 0 <= (value := getattr(self, name)) < float("inf"):
@@ -90,12 +90,12 @@ class TransfoXLTrainingArguments(TrainingArguments):
             raise ValueError(f"--muon_lr_factor {self.muon_lr_factor:g} is of --optimizer muon: set it to 1")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the token that writes to the Hub: Trainer pickles its arguments into what goes to others."""
+        """The state without the Hub's write token, because Trainer pickles its arguments into shared files."""
         return {**vars(self), "hub_token": None}
 
     @classmethod
     def of(cls, arguments: TrainingArguments) -> "TransfoXLTrainingArguments":
-        """Plain `TrainingArguments` with the defaults of what these add; others as they are."""
+        """Plain `TrainingArguments` with the defaults of the fields that this class adds; subclasses unchanged."""
         if type(arguments) is not TrainingArguments:
             return arguments
         found = object.__new__(cls)
@@ -106,7 +106,7 @@ class TransfoXLTrainingArguments(TrainingArguments):
 
 @dataclass
 class ModelArguments:
-    """Which model is trained. Any field of `TransfoXLConfig` is an option besides."""
+    """The model that is trained. Every field of `TransfoXLConfig` is an option too."""
 
     model_name_or_path: str | None = option("Checkpoint to fine-tune; without one a new model is trained.")
     attn_implementation: str | None = option("Attention backend. By default txl_triton on a GPU that can take it.")

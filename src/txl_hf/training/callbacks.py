@@ -19,7 +19,7 @@ class MemoryLength(TrainerCallback):
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         growing = self.ratio * state.max_steps
         mem_len = model.config.mem_len
-        # One at least: without any, a step would begin the text anew, with zeros where the memory begins as zeros.
+        # At least 1, because a step without memory would begin a new text, with zeros if `initial_memory` is "zeros".
         grown = max(1, int(mem_len * state.global_step / growing)) if state.global_step < growing else None
         self.trainer.memory_length = grown
 
@@ -31,14 +31,14 @@ class ScaledByLength(TrainerCallback):
         self.stream = stream
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        # Counting labels would be waiting for the device.
+        # The length is the stream's, because counting labels would make the host wait for the device.
         begin, end = self.stream.segment(state.global_step % self.stream.steps)
         for group in optimizer.param_groups:
-            # The schedule sets the rate anew after the step.
+            # After the step the schedule replaces this rate.
             group["lr"] *= (end - begin) / self.stream.segment_length
 
 
 def check_growing(ratio: float, config: Any):
-    """Raise a ValueError for a memory that is to grow where there is none."""
+    """Raise a ValueError if a memory is to grow and `mem_len` is 0."""
     if not config.mem_len:
         raise ValueError(f"--mem_warmup_ratio {ratio:g} grows no memory, as mem_len is 0: leave it out")

@@ -1,4 +1,4 @@
-"""The card that `TransfoXLTrainer` writes of its model, and what lies beside the weights that it pushes."""
+"""The card that `TransfoXLTrainer` writes of its model, and the files that it pushes beside the weights."""
 
 import shutil
 from dataclasses import replace
@@ -20,7 +20,7 @@ from ..evaluation.cards import (
 from ..files import name_of
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
 
-# The heading in Trainer's own card from which on it is copied into ours, to its end.
+# Trainer's own card is copied into ours from this heading to its end.
 PROCEDURE = "\n## Training procedure\n"
 
 
@@ -37,7 +37,7 @@ def create_model_card(
     dataset: str | list[str] | None = None,
 ) -> None:
     """Write the package's card to the output directory of a TransfoXLTrainer, in place of any other, with the training
-    procedure as Trainer's own card describes it. Its results are the evaluations of the model as it is now.
+    procedure from Trainer's own card. Its results are the evaluations of the current weights.
 
     Args:
         model: the trainer's, unwrapped.
@@ -54,7 +54,7 @@ def create_model_card(
     repository = trainer.hub_model_id or name
     on_hub, called = _as_list(dataset_tags), _as_list(dataset)
     base_model = finetuned_from or base_model_of(model, repository).get("base_model")
-    # It looks the licence up, under a name that is never empty: by default it takes that of the folder.
+    # `from_trainer` looks up the licence by a name, whose default, the folder's, may be empty.
     summary = TrainingSummary.from_trainer(trainer, license=license, model_name=name, finetuned_from=base_model)
     results = card_results(trainer, next(iter(on_hub or called), "evaluation text"))
     if called:
@@ -95,8 +95,8 @@ def card_results(trainer: Trainer, dataset: str) -> list[EvalResult]:
 def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
     """The entries of a Trainer's log that were measured on the weights that its model has now."""
     state, history = trainer.state, trainer.state.log_history
-    # Trainer reloads the best checkpoint when a training has come to its end, which the entry with `total_flos` marks.
-    # (`train_runtime` does not: with `include_num_input_tokens_seen` every entry can have it.)
+    # Trainer reloads the best checkpoint after a training, which the entry with `total_flos` marks. (`train_runtime`
+    # does not: with `include_num_input_tokens_seen` every entry can have it.)
     ended = next((i for i, logs in enumerate(history) if "total_flos" in logs), None)
     if ended is None or not trainer.args.load_best_model_at_end or state.best_model_checkpoint is None:
         return [logs for logs in history if logs.get("step") == state.global_step]
@@ -104,8 +104,8 @@ def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def complete_push(trainer: Any, model: TransfoXLLayoutModel, checkpoint: str) -> None:
-    """Before the first push put the code that loads a model beside the weights that Trainer copies from a checkpoint,
-    and a card in place of none or of a generated one.
+    """Before the first push copy the model's code to the output directory, beside the weights that Trainer copies from
+    a checkpoint, and write a card unless the user wrote one.
 
     Args:
         trainer: whose output directory is pushed. model: its model, unwrapped. checkpoint: the folder.
@@ -121,7 +121,7 @@ def complete_push(trainer: Any, model: TransfoXLLayoutModel, checkpoint: str) ->
 
 
 def _tokenizer(trainer: Trainer) -> dict[str, Any]:
-    """For a card, that there is a tokenizer where the Trainer saves one; otherwise the folder tells."""
+    """`tokenizer=True` for a card if the Trainer saves a tokenizer; otherwise the folder is searched."""
     return {} if trainer.processing_class is None else {"tokenizer": True}
 
 

@@ -1,11 +1,11 @@
-"""Checkpoints of a training with memory: they are whole or not there, and hold what each stream remembers.
+"""Checkpoints of a training with memory, complete or absent, with the memory of each stream.
 
-A checkpoint is written aside, into a folder whose name begins with `UNFINISHED_PREFIX`; `finish_checkpoint` gives it
-its name when it is complete and on the disk. Its manifest names the run that wrote it and each of its files with size
-and CRC-32, so that one that is damaged is known as such before anything is read from it.
+A checkpoint is written into a folder whose name begins with `UNFINISHED_PREFIX`; `finish_checkpoint` renames it when
+it is complete and on the disk. Its manifest names the run that wrote it and each of its files with size and CRC-32, so
+that damage is found before anything is read.
 
-A checkpoint may come from anyone. Nothing in it is executed: what is pickled is opened as data alone before any
-library reads it (`checkpoint_problem`), and libraries that would do more are kept from it (`data_only`).
+A checkpoint may come from anyone. Nothing in it is executed: pickles are opened as data alone before any library reads
+them (`checkpoint_problem`), and `data_only` makes `torch.load` refuse everything else.
 """
 
 import codecs
@@ -38,30 +38,30 @@ logger = logging.get_logger(__name__)
 
 MEMS_NAME = "mems.safetensors"
 AVERAGE_NAME = "average.pt"
-# What this file calls the mask of the states, beside the numbers of the layers.
+# Name of the states' mask in the file; layers are named by their numbers.
 MASK = "mask"
-# In the folder of the checkpoints: which run writes there now.
+# File beside the checkpoints that names the run which writes there now.
 RUN_NAME = "run.json"
-# Pickled, but read by nobody.
+# Pickles that nothing reads.
 NEVER_READ = ("training_args.bin",)
-# What DeepSpeed's shards name: how losses are scaled, and by which stage the state is shared out.
+# Classes in the pickles of DeepSpeed's shards: loss scalers, and the stage by which the state is sharded.
 DEEPSPEED_RECORDS = {
     "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
     "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
     "deepspeed.utils.tensor_fragment": ("fragment_address",),
 }
 MEMORY_FORMATS = f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__name__}"
-# What early versions of Python 3.11 name to find a member of an enumeration.
+# Function by which early versions of Python 3.11 pickle a member of an enumeration.
 GETATTR = "builtins.getattr"
 
 # --- which checkpoint ------------------------------------------------------------------------------------------------
 
 
 def begin_run(output_dir: str | os.PathLike, checkpoint: str | os.PathLike | None = None) -> str:
-    """Say that a run writes to a directory from now on: that of the checkpoint that it goes on from, or a new one.
+    """Record which run writes to a directory from now on: the run of the checkpoint that is resumed, or a new one.
 
     Returns:
-        What the run is known by, for `finish_checkpoint`.
+        the name of the run, for `finish_checkpoint`.
     """
     run = secrets.token_hex(8) if checkpoint is None else _read_manifest(Path(checkpoint))["run"]
     Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -79,18 +79,18 @@ def current_run(output_dir: str | os.PathLike) -> str | None:
 
 
 def list_checkpoints(output_dir: str | os.PathLike) -> list[tuple[int, Path]]:
-    """The checkpoints of a directory with their steps, in the order of the steps, whatever clocks say."""
+    """The checkpoints of a directory with their steps, in the order of the steps, not of their times."""
     found = [(_step(path), path) for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
     return sorted((step, path) for step, path in found if step is not None)
 
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The usable checkpoint of the most steps of the run that writes to a directory, or None.
+    """The usable checkpoint with the most steps, of the run that writes to a directory, or None.
 
-    Those that cannot be used, or are of an earlier run in the same directory, are warned of.
+    A warning names checkpoints that cannot be used, or are of an earlier run in the same directory.
     """
     unfinished = [(_step(path), path) for path in Path(output_dir).glob(f"{UNFINISHED_PREFIX}-*/*")]
-    # Stable, so that of two with the same steps the renamed one comes first.
+    # The sort is stable, so that of two with the same steps the renamed one comes first.
     candidates = list_checkpoints(output_dir)[::-1] + [(step, path) for step, path in unfinished if step is not None]
     run = current_run(output_dir)
     for _, path in sorted(candidates, key=lambda candidate: -candidate[0]):
@@ -104,11 +104,11 @@ def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
 
 
 def remove_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str | os.PathLike | None]):
-    """Remove checkpoints until `limit` are left: first those of earlier runs, then those of the fewest steps.
+    """Remove checkpoints until `limit` are left: first checkpoints of earlier runs, then those with the fewest steps.
 
     Args:
-        limit: None or 0: all stay.
-        keep: checkpoints that stay in any case.
+        limit: number of checkpoints to keep. None or 0: all.
+        keep: checkpoints that are never removed.
     """
     run, kept = current_run(output_dir), {Path(path).resolve() for path in keep if path is not None}
     checkpoints = list_checkpoints(output_dir)
@@ -136,17 +136,17 @@ def _run_of(checkpoint: Path) -> str | None:
 
 
 def finish_checkpoint(written: Path, final: Path, run: str):
-    """Give a checkpoint that is written its manifest and its name; then remove what is unfinished beside it."""
+    """Write a checkpoint's manifest, rename the checkpoint, and remove unfinished folders beside it."""
     files = {path.relative_to(written).as_posix(): _describe(path) for path in written.rglob("*") if path.is_file()}
     _write_manifest(written, run, files)
-    # Killed between the two renames that replace one of the same name, `last_checkpoint` finds the new one where it
-    # was written.
+    # If the process is killed between the two renames that replace a checkpoint of the same name, `last_checkpoint`
+    # finds the new one in its unfinished folder.
     move_into_place(written, final)
     remove_unfinished(final.parent)
 
 
 def remove_unfinished(folder: Path, files: bool = False):
-    """Remove the folders that a process which has been killed was filling, and where no other writes, files too."""
+    """Remove unfinished folders of killed processes; with `files`, where no other process writes, files too."""
     for leftover in folder.glob(f"{UNFINISHED_PREFIX}-*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -155,7 +155,7 @@ def remove_unfinished(folder: Path, files: bool = False):
 
 
 def checkpoint_problem(folder: Path) -> str | None:
-    """Why training cannot go on from a checkpoint, or None: every file has been read then."""
+    """The reason why training cannot resume from a checkpoint; None after all files were read and are intact."""
     if not folder.is_dir():
         return "it does not exist"
     try:
@@ -181,7 +181,7 @@ def checkpoint_problem(folder: Path) -> str | None:
 
 @contextmanager
 def data_only() -> Iterator[None]:
-    """In the meantime `torch.load` refuses, in every library, to call what a pickle names."""
+    """A context in which `torch.load`, in every library, refuses to call functions that a pickle names."""
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ[names[0]] = "1"
@@ -209,12 +209,12 @@ def _write_manifest(folder: Path, run: str, files: dict[str, dict[str, int]]):
 
 
 def _checksum(manifest: dict[str, Any]) -> int:
-    """Of what a manifest says, so that damage to the list is not taken for damage to what it lists."""
+    """CRC-32 of a manifest's contents, so that damage to the list is not reported as damage to the listed files."""
     return zlib.crc32(json.dumps([manifest["run"], manifest["files"]], sort_keys=True).encode())
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises a ValueError that says what is wrong with it."""
+    """The manifest of a checkpoint. Raises a ValueError that says what is wrong with it."""
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
     except OSError as error:
@@ -235,7 +235,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_readable(path: Path, name: str):
-    """Raise a ValueError for a file that cannot be opened as what its name says, or that holds more than data."""
+    """Raise a ValueError for a file that cannot be opened in the format of its suffix, or holds more than data."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt"):
@@ -244,7 +244,7 @@ def _check_readable(path: Path, name: str):
             json.loads(path.read_text(encoding="utf-8"))
         elif path.suffix in (".pt", ".pth", ".bin", ".pkl", ".ckpt"):
             with data_only():
-                # Nothing but the structure is read.
+                # On "meta" only the structure is read.
                 torch.load(path, map_location="meta", weights_only=True)
         elif path.name.endswith(".metadata"):
             load(path, _ShardsMachine())
@@ -255,7 +255,7 @@ def _check_readable(path: Path, name: str):
 
 
 def _memory_format(machine: Machine, kind: Any, name: Any) -> StandIn:
-    """`getattr` as a list of shards may call it."""
+    """`getattr` in a list of shards, for members of memory formats alone."""
     if not isinstance(kind, Name) or str(kind) != MEMORY_FORMATS or name not in _MEM_FORMAT_ENCODING.__members__:
         raise UnsafePickleError("getattr of anything but a memory format is no record of shards")
     return StandIn(kind, (name,))
@@ -264,7 +264,7 @@ def _memory_format(machine: Machine, kind: Any, name: Any) -> StandIn:
 class _ShardsMachine(Machine):
     """Reads the list of shards that torch.distributed.checkpoint pickles, and refuses any but its own records.
 
-    torch then opens the list by itself, with the standard machine: so only names pass with which nothing can be done.
+    torch then reads the list by the standard unpickler, so only names that do no harm are accepted.
     """
 
     builders = Machine.builders | {GETATTR: _memory_format}
@@ -303,7 +303,7 @@ class _ShardsMachine(Machine):
         super().name(module, name)
 
     def key(self, value: Any) -> Any:
-        """Shards are found by a record of their name and offset."""
+        """A stand-in may be a key, because shards are found by a record of their name and offset."""
         if isinstance(value, StandIn):
             self.pay(STAND_IN)
             return value
@@ -315,7 +315,7 @@ def _plain_classes() -> list:
     multiarray = (np._core if hasattr(np, "_core") else np.core).multiarray
     classes: list = [multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType, codecs.encode]
     for module, names in DEEPSPEED_RECORDS.items():
-        # Loaded where it is used.
+        # A run that uses DeepSpeed has loaded these modules.
         classes += [getattr(sys.modules[module], name) for name in names if module in sys.modules]
     return [*classes, (_member, GETATTR)]
 
@@ -335,12 +335,12 @@ def _member(kind: Any, name: str) -> Enum:
 
 
 def save_mems(folder: Path, layers: Sequence[Tensor], mask: Tensor | None, position: dict[str, Any]):
-    """Write what all streams remember.
+    """Write the memory of all streams.
 
     Args:
-        layers: (G, m, D) for each layer, row g that of stream g; none at the beginning of the text.
+        layers: (G, m, D) for each layer, row g of stream g; empty at the beginning of the text.
         mask: (G, m) bool, which states are real; None: all of them.
-        position: where the training is in its text, and what that depends on.
+        position: the position of the training in its text, with the settings that it depends on.
     """
     tensors = {str(layer): states.cpu() for layer, states in enumerate(layers)}
     if mask is not None and not mask.all():
@@ -354,7 +354,7 @@ def load_mems(
     """`mems` and `mems_mask` of streams [start, start + rows) for each start; neither at the beginning of the text.
 
     Raises:
-        ValueError: they are those of another position, or of another text or layout.
+        ValueError: the memory is of another position, or of another text or layout.
     """
     saved, layers = read_position(folder)
     check_position(folder, saved, position)
@@ -373,8 +373,8 @@ def load_mems(
 
 
 def check_position(folder: Path, saved: dict[str, Any], position: dict[str, Any]):
-    """Raise a ValueError where a checkpoint's memory is from another place, or of another text or layout."""
-    # What was read is compared when it is read again.
+    """Raise a ValueError where a checkpoint's memory is of another position, text or layout."""
+    # "read" is compared when the documents are read again.
     names = {*saved, *position} - {"read"}
     differing = {name for name in names if saved.get(name) != position.get(name)}
     if differing:
@@ -386,10 +386,10 @@ def check_position(folder: Path, saved: dict[str, Any], position: dict[str, Any]
 
 
 def read_position(folder: Path) -> tuple[dict[str, Any], int]:
-    """Where a training was when it wrote its memory, and how many layers that has.
+    """The position of a training when it wrote its memory, and the number of layers in that memory.
 
     Raises:
-        ValueError: it was not written by `save_mems`.
+        ValueError: the file was not written by `save_mems`.
     """
     with safe_open(folder / MEMS_NAME, "pt") as file:
         position = json.loads((file.metadata() or {}).get("position", "null"))
@@ -400,7 +400,7 @@ def read_position(folder: Path) -> tuple[dict[str, Any], int]:
 
 
 def load_average(path: Path, average: Any, model: Any) -> None:
-    """Go on with the average of a checkpoint; one that has begun is not left behind, nor another one taken for it.
+    """Load the average of a checkpoint; neither a begun average is dropped nor another kind loaded.
 
     Args:
         average: an `Averaging`, or None.

@@ -63,7 +63,7 @@ from .recipe import FIXED, FREE, RECIPE, Arguments, parse_arguments, read_recipe
 from .report import RESULTS, RunReport, finish, read_best
 from .trainer import TransfoXLTrainer
 
-# In glibc's malloc.h.
+# Constants of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None):
             sys.exit("error: --smoke with several processes needs an --output that they share")
         check_folders(arguments)
         if torch.cuda.is_available():
-            # What is computed in fp32 beside bf16; ten bits of the factors are enough for a softmax over a vocabulary.
+            # Products in fp32 beside bf16 use TF32, whose ten bits are enough for a softmax over a vocabulary.
             torch.set_float32_matmul_precision("high")
         if not torch.accelerator.is_available():
             keep_freed_memory()
@@ -111,7 +111,7 @@ def prepare(arguments: Arguments) -> Prepared:
     """Read the text and the configuration of a run.
 
     Raises:
-        ValueError, OSError: a setting or a text is of no use; the message says what would be.
+        ValueError, OSError: a setting or a text is invalid; the message says what would be right.
     """
     data, args = arguments.data, arguments.training
     tokenizer, corpus = load_data(Path(data.data or ""))
@@ -131,10 +131,10 @@ def prepare(arguments: Arguments) -> Prepared:
 
 
 def train(arguments: Arguments):
-    """Train a model as a recipe has it, and score it. What cannot be is refused before anything is written.
+    """Train a model by a recipe, and score it. Invalid settings are refused before anything is written.
 
     Raises:
-        ValueError, OSError: a setting, a text or a folder is of no use; the message says what would be.
+        ValueError, OSError: a setting, a text or a folder is invalid; the message says what would be right.
     """
     output, data, state = Path(arguments.training.output_dir), arguments.data, PartialState()
     is_main = state.is_main_process
@@ -142,7 +142,7 @@ def train(arguments: Arguments):
     max_steps = prepared.max_steps
     checkpoint, step = find_checkpoint(output, arguments, prepared)
     model = make_model(arguments, prepared)
-    # All processes have looked before one writes.
+    # All processes have searched for a checkpoint before one writes.
     state.wait_for_everyone()
     with locked_output(output, data.resume) if is_main else nullcontext():
         if is_main:
@@ -155,10 +155,10 @@ def train(arguments: Arguments):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             done = trainer.state.global_step >= max_steps
             if done and read_best(output) is None:
-                # It was of a step that was to come again.
+                # The best model was of a later step and has been removed.
                 trainer.evaluate()
             accelerator = trainer.accelerator
-            # DDP's reducer goes before the processes part: freed after them, it can wait for ever for gloo's threads.
+            # DDP's reducer is freed before the process group: afterwards it can wait for gloo's threads for ever.
             del trainer
             accelerator.free_memory()
             accelerator.end_training()
@@ -169,11 +169,11 @@ def train(arguments: Arguments):
 
 
 def make_trainer(arguments: Arguments, model: TransfoXLForCausalLM, prepared: Prepared) -> TransfoXLTrainer:
-    """The trainer of a run, whose `RunReport` is its first callback of its own."""
+    """The trainer of a run, whose first callback of its own is `RunReport`."""
     args, data, regularization = arguments.training, arguments.data, arguments.regularization
     tokenizer, stream, validation = prepared.tokenizer, prepared.stream, prepared.texts["validation"]
     report = RunReport(stream, validation, tokenizer, data.metric)
-    # Trainer's constructor sets the seed anew; draws of dropout go on behind those of the weights.
+    # Trainer's constructor sets the seed; `fork_rng` lets dropout draw after the weights, not again.
     with torch.random.fork_rng():
         trainer = TransfoXLTrainer(
             model,
@@ -184,7 +184,7 @@ def make_trainer(arguments: Arguments, model: TransfoXLForCausalLM, prepared: Pr
             regularization=regularization if any(vars(regularization).values()) else None,
         )
     if args.world_size > 1:
-        # The same weights everywhere, but a dropout of each process's own.
+        # Weights are the same in all processes, dropout is not.
         set_seed(args.seed, device_specific=True)
     report.trainer = trainer
     for shown in (ProgressCallback, PrinterCallback):
@@ -228,7 +228,7 @@ def load_data(folder: Path) -> tuple[Any, datasets.DatasetDict]:
 
 
 def check_texts(corpus: datasets.DatasetDict, config: TransfoXLConfig, data: DataArguments):
-    """Raise a ValueError for what training or evaluation would stumble over hours later."""
+    """Raise a ValueError for texts on which training or evaluation would fail hours later."""
     for split in SPLITS:
         tokens = len(corpus[split])
         if split != "train" and tokens <= data.eval_batch_size:
@@ -244,7 +244,7 @@ def check_texts(corpus: datasets.DatasetDict, config: TransfoXLConfig, data: Dat
 
 
 def check_evaluation(config: TransfoXLConfig, data: DataArguments):
-    """Raise a ValueError for lengths with which the first validation, hours later, or the last would end."""
+    """Raise a ValueError for lengths with which a validation would fail, hours later."""
     for memory_length in [data.eval_mem_len, *data.eval_memory_lengths]:
         lengths = MemoryLengths(memory_length, data.eval_ext_len, data.eval_clamp_len, data.eval_same_length)
         filled = lengths.of(config)
@@ -253,10 +253,10 @@ def check_evaluation(config: TransfoXLConfig, data: DataArguments):
 
 
 def check_schedule(args: TransfoXLTrainingArguments, max_steps: int):
-    """Let a stable rate go down in a line over the last fifth of the steps, unless told otherwise.
+    """The default of a stable schedule's decay: linear, over the last fifth of the steps.
 
     Raises:
-        ValueError: the schedule does not take what it is given.
+        ValueError: the schedule does not take its `lr_scheduler_kwargs`.
     """
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
     if args.lr_scheduler_type == SchedulerType.WARMUP_STABLE_DECAY:
@@ -271,7 +271,7 @@ def check_schedule(args: TransfoXLTrainingArguments, max_steps: int):
 
 
 class RolledStream(TokenStream):
-    """In every epoch each stream begins at a place of its own, drawn anew, and wraps around (NVIDIA's --roll)."""
+    """A stream whose rows begin, in every epoch, at random places of their texts and wrap around (NVIDIA's --roll)."""
 
     def __init__(self, *args, roll_seed: int, **kwargs):
         super().__init__(*args, **kwargs)
@@ -308,7 +308,7 @@ def find_document_end(data: DataArguments, tokenizer: Any, config: TransfoXLConf
 def make_stream(
     token_ids: Any, config: TransfoXLConfig, arguments: Arguments, document_end: int | None
 ) -> TokenStream:
-    """The training text; where it is of documents, each is read without what came before it."""
+    """The training text; its documents, if any, are read without the text before them."""
     data, seed = arguments.data, arguments.training.seed
     length = config.tgt_len * arguments.training.backprop_segments
     if data.roll:
@@ -345,8 +345,8 @@ def share_out(arguments: Arguments):
 
 
 def make_config(arguments: Arguments, tokenizer: Any) -> TransfoXLConfig:
-    """Of a new model, or of a checkpoint, whose vocabulary must be the text's, with the settings that may change. With
-    `loss="half"` as many tokens are read again as a segment has."""
+    """The configuration of a new model, or of a checkpoint whose vocabulary must be the text's, with changed settings.
+    With `loss="half"`, `ext_len` is the segment's length."""
     given, data = dict(arguments.config), arguments.data
     source, vocab_size = arguments.model.model_name_or_path, len(tokenizer)
     config = TransfoXLConfig() if source is None else load_config(source, "--model_name_or_path")
@@ -377,7 +377,7 @@ def make_config(arguments: Arguments, tokenizer: Any) -> TransfoXLConfig:
 
 
 def make_model(arguments: Arguments, prepared: Prepared) -> TransfoXLForCausalLM:
-    """A new model with the weights of the run's seed, or that of a checkpoint."""
+    """A new model, initialised by the run's seed, or the model of a checkpoint."""
     config, source = prepared.config, arguments.model.model_name_or_path
     settings = {"attn_implementation": arguments.model.attn_implementation or "auto"}
     set_seed(arguments.training.seed)
@@ -385,15 +385,15 @@ def make_model(arguments: Arguments, prepared: Prepared) -> TransfoXLForCausalLM
         model = AutoModelForCausalLM.from_config(config, **settings)
     else:
         model = load_language_model(source, config=config, dtype=torch.float32, **settings)
-    # A checkpoint brings its own.
+    # Only tokens that are None are set, because a checkpoint has its own.
     fill_special_tokens(model.generation_config, prepared.tokenizer, prepared.document_end)
     return model
 
 
 def keep_freed_memory():
-    """Let glibc, if it is there, give tensors the memory of earlier ones.
+    """Let glibc, if it is there, reuse freed memory for later tensors.
 
-    Otherwise it asks the system anew for each that is large, and gets it page by page: 76,000 pages in a step of
+    By default it maps each large tensor anew and the system adds memory page by page: 76,000 pages in a step of
     `wikipedia_small.yaml`, a tenth of its seconds.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
@@ -405,10 +405,10 @@ def keep_freed_memory():
 
 
 def check_folders(arguments: Arguments):
-    """Refuse before anything is loaded a text that is not there, and a folder in which something would be lost.
+    """Before anything is loaded, refuse a text that does not exist, and a folder in which files would be lost.
 
     Raises:
-        OSError: with what would be right.
+        OSError: a path is invalid; the message says what would be right.
     """
     data, source = Path(arguments.data.data or ""), arguments.model.model_name_or_path
     check_output(Path(arguments.training.output_dir), arguments.data.resume)
@@ -419,7 +419,7 @@ def check_folders(arguments: Arguments):
 
 
 def check_output(output: Path, resume: bool):
-    """Raise a FileExistsError if something would be lost."""
+    """Raise a FileExistsError if a file in the output folder would be lost."""
     if not output.exists() or (output.is_dir() and all(path.name == LOCK_NAME for path in output.iterdir())):
         return
     if not (output / RECIPE).is_file():
@@ -430,19 +430,19 @@ def check_output(output: Path, resume: bool):
 
 @contextmanager
 def locked_output(output: Path, resume: bool) -> Iterator[None]:
-    """The folder of a run, made where it is missing, from which other runs are kept in this context."""
+    """A context that locks the folder of a run, made where it is missing, against other runs."""
     output.mkdir(parents=True, exist_ok=True)
     with locked_folder(output):
-        # Another run may have begun there, and ended, since this one looked.
+        # Another run may have begun and ended there since the first check.
         check_output(output, resume)
         yield
 
 
 def find_checkpoint(output: Path, arguments: Arguments, prepared: Prepared) -> tuple[Path | None, int]:
-    """The last usable checkpoint of a run that is to be resumed, if there is one, and its step.
+    """The last usable checkpoint of a run, if `--resume` is given and there is one, and its step.
 
     Raises:
-        ValueError: none of those that are there is usable, or the run has another model, optimizer, average or text,
+        ValueError: no checkpoint that is there is usable, or the run has another model, optimizer, average or text,
             or fewer steps.
     """
     found = last_checkpoint(output) if arguments.data.resume else None
@@ -468,13 +468,13 @@ def find_checkpoint(output: Path, arguments: Arguments, prepared: Prepared) -> t
     saved, _ = read_position(folder)
     place = {name: saved[name] for name in ("epoch", "step") if name in saved}
     check_position(folder, saved, describe_stream(prepared.stream) | place)
-    # A damaged one is named before any training.
+    # A damaged best.json is refused before any training.
     read_best(output)
     return folder, step
 
 
 def changed_settings(checkpoint: Path, arguments: Arguments, config: TransfoXLConfig) -> str:
-    """The first setting that makes another model or optimizer than the checkpoint's run had; "" if there is none."""
+    """The first setting by which model or optimizer differ from those of the checkpoint's run; "" if there is none."""
     made = TransfoXLConfig.from_pretrained(checkpoint)
     before, now = ({name: getattr(each, name) for name in FIXED} for each in (made, config))
     path = Path(arguments.training.output_dir, RECIPE)
@@ -485,11 +485,11 @@ def changed_settings(checkpoint: Path, arguments: Arguments, config: TransfoXLCo
 
 
 def begin_output(output: Path, arguments: Arguments, checkpoint: Path | None, step: int, left: int):
-    """Give a checkpoint that was complete when a run was killed its name, and write down the settings of the run; what
-    is new among them is said.
+    """Rename a killed run's complete checkpoint to its final name, write the settings of the run, and print those that
+    changed.
 
     Args:
-        step: of the checkpoint that the run goes on from; 0: it begins. left: how many steps are to come.
+        step: step of the checkpoint that is resumed; 0: a new run. left: number of steps that remain.
     """
     if checkpoint is not None and checkpoint.parent != output:
         move_into_place(checkpoint, output / checkpoint.name)

@@ -15,12 +15,12 @@ from .arguments import TransfoXLTrainingArguments
 
 
 def make_optimizer(model: nn.Module, arguments: TransfoXLTrainingArguments) -> torch.optim.Optimizer:
-    """The optimizer that `arguments.optimizer` names, with a group of its own for the tables of embeddings.
+    """The optimizer that `arguments.optimizer` names, with a separate group for the tables of embeddings.
 
     Args:
         model: Transformer-XL with any head; parameters without `requires_grad` are left out.
     """
-    # A model of vectors has no tables. mypy takes every attribute of a plain `nn.Module` for a tensor or a module.
+    # A model that reads vectors has no tables. For mypy every attribute of an `nn.Module` is a tensor or a module.
     embedding = model.get_input_embeddings() if model.config.vocab_size else None  # type: ignore[operator,union-attr]
     tables = [] if embedding is None else [table for table in embedding.emb_layers.parameters() if table.requires_grad]
     of_tables = set(map(id, tables))
@@ -39,7 +39,7 @@ def make_optimizer(model: nn.Module, arguments: TransfoXLTrainingArguments) -> t
     if arguments.optimizer == "lamb":
         return make_lamb(groups, **settings)
     kinds: dict[str | None, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    # One pass over the weights in place of one for each operation.
+    # `fused`: one pass over the weights in place of one for each operation.
     return kinds[arguments.optimizer](groups, fused=True, **settings)
 
 
@@ -78,24 +78,24 @@ def make_muon(
         adamw_wd=decay,
         adamw_eps=arguments.adam_epsilon,
     )
-    # A schedule with `min_lr` takes its smallest factor from this.
+    # A schedule with `min_lr` computes its smallest factor from this rate.
     optimizer.defaults["lr"] = rate
     return optimizer
 
 
 class Averaging(TrainerCallback):
-    """The mean of a model's weights after each step, or one in which older steps count less and less.
+    """The mean of a model's weights after each step, or their exponential moving average.
 
-    `torch.optim.swa_utils.AveragedModel` counts on the device, for which the host would wait two or three times a
-    step.
+    `torch.optim.swa_utils.AveragedModel` is not used, because it counts on the device, for which the host would wait
+    two or three times a step.
 
     Args:
-        decay: by which a step counts less with each that follows; None: all count alike.
+        decay: factor of the older average at each step; None: all steps count alike.
         start: step after which the average begins.
 
     Attributes:
         weights: the average, in the order of the model's parameters; empty before `start`.
-        steps: how many have been averaged.
+        steps: number of steps that have been averaged.
     """
 
     def __init__(self, decay: float | None = None, start: int = 0):
@@ -115,7 +115,7 @@ class Averaging(TrainerCallback):
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
-        """The average as the model's weights meanwhile, once there is one."""
+        """A context in which the model has the average as its weights, once the average has begun."""
         weights, before = [weight.data for weight in model.parameters()], []
         if self.weights:
             before = [weight.clone() for weight in weights]
@@ -130,10 +130,10 @@ class Averaging(TrainerCallback):
         return {"steps": self.steps, "decay": self.decay, "weights": self.weights}
 
     def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
-        """Go on from a state.
+        """Load a state of `state_dict`.
 
         Raises:
-            ValueError: the state is of another kind of average, or has begun before this one would.
+            ValueError: the state is of another kind of average, or began before `start`.
         """
         if state["steps"] and (state["decay"] is None) != (self.decay is None):
             before, now = ("equal" if decay is None else "ema" for decay in (state["decay"], self.decay))

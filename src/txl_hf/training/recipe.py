@@ -31,18 +31,18 @@ from .regularization import RegularizationArguments
 # The settings of a run, in its folder.
 RECIPE = "recipe.yaml"
 GROUPS = (ModelArguments, DataArguments, RegularizationArguments, TransfoXLTrainingArguments)
-# Fields of the configuration that the text decides, or that train nothing.
+# Fields of the configuration that the text decides, or that do not affect training, which are no options.
 _OF_THE_TEXT = {"vocab_size", "eos_token_id", "adaptive", "sample_softmax", "tie_projs", "input_size", "output_logits"}
 CONFIG = {
     entry.name: entry.default if entry.default is not dataclasses.MISSING else None
     for entry in dataclasses.fields(TransfoXLConfig)
     if entry.name in TransfoXLConfig.__annotations__ and entry.name not in _OF_THE_TEXT
 }
-# Lengths and dropouts, which may change when a training is resumed, or a checkpoint fine-tuned; all else is what
-# weights are made for.
+# Lengths and dropouts, which may change when a training is resumed or a checkpoint fine-tuned. Weights depend on all
+# other fields.
 FREE = {"dropout", "dropatt", "tgt_len", "mem_len", "ext_len", "clamp_len", "decay_len", "same_length"}
 FIXED = CONFIG.keys() - FREE - {"init", "init_range", "init_std", "proj_init_std", "max_klen"}
-# Options that are now transformers' own, by their names of before.
+# Former names of options that now have transformers' names.
 RENAMED = {
     "eval_every": "eval_steps",
     "save_every": "save_steps",
@@ -64,7 +64,7 @@ class Arguments(NamedTuple):
     """All settings of a run of `txl-train`.
 
     Attributes:
-        config: fields of `TransfoXLConfig` by their names. settings: all that was given, as in a recipe.
+        config: fields of `TransfoXLConfig` by their names. settings: all given settings, as in a recipe.
     """
 
     model: ModelArguments
@@ -88,10 +88,10 @@ class RecipeParser(HfArgumentParser, CommandParser):
         )
         for action in self._actions:
             if "-h" not in action.option_strings:
-                # The other spelling is understood, and not shown.
+                # --help shows one spelling; the other is accepted too.
                 action.option_strings = action.option_strings[:1]
             if action.nargs == "+":
-                # An option alone takes back a recipe's list.
+                # An option without a value clears a recipe's list.
                 action.nargs = "*"
         model = self.add_argument_group("model", "fields of TransfoXLConfig, which says what they mean:")
         for name, default in CONFIG.items():
@@ -108,7 +108,7 @@ class RecipeParser(HfArgumentParser, CommandParser):
         self.exit(2, f"error: {message}{f' (it is --{renamed} now)' if renamed else ''}\n")
 
     def hide_unused(self):
-        """Leave out of --help what no committed recipe sets of transformers' own options."""
+        """Hide in --help the options of transformers that no committed recipe sets."""
         used = {name for path in recipes_folder().glob("*.yaml") for name in read_recipe(path)}
         theirs = {entry.name for entry in dataclasses.fields(TrainingArguments)}
         for action in self._actions:
@@ -117,7 +117,7 @@ class RecipeParser(HfArgumentParser, CommandParser):
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """The description as it stands, and behind each option its default, where it has one."""
+    """A formatter that keeps the description's lines and appends to each option its default, if it has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, [], argparse.SUPPRESS) or not action.option_strings:
@@ -126,7 +126,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
 
 
 def _value(text: str) -> Any:
-    """A number, true, false or none; anything else is a string."""
+    """The value of an option: a number, true, false or none; anything else is a string."""
     try:
         return json.loads({"none": "null"}.get(text.lower(), text.lower()))
     except ValueError:
@@ -147,7 +147,7 @@ def find_recipe(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe's settings. Raises a ValueError or an OSError for what is none."""
+    """A recipe's settings. Raises a ValueError or an OSError for a file that is no recipe."""
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
@@ -160,7 +160,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def recipe_options(path: Path, parser: RecipeParser) -> list[str]:
-    """A recipe as command-line options, so that its values are read as theirs are."""
+    """A recipe as command-line options, so that the same parser reads its values."""
     known = {action.dest for action in parser._actions} | {"output"}
     options = []
     for name, value in read_recipe(path).items():
@@ -179,7 +179,7 @@ def recipe_options(path: Path, parser: RecipeParser) -> list[str]:
 def parse_arguments(
     argv: list[str] | None = None, description: str | None = None, scratch: Path | None = None
 ) -> Arguments:
-    """The recipe's settings, and over them those of the command line.
+    """The settings of the recipe, replaced by those of the command line.
 
     Args:
         scratch: folder for the text of --smoke; None: nothing is shrunken.
@@ -220,7 +220,7 @@ def parse_arguments(
 
 
 def _forget(values: dict[str, Any], typed: set[str]) -> set[str]:
-    """Leave out what the command line leaves no use for in a recipe; the names of options that are gone."""
+    """Remove a recipe's settings that the command line replaces; returns the names of removed options."""
     gone = set()
     if "num_train_epochs" in typed and "max_steps" not in typed:
         values["max_steps"] = -1
@@ -232,7 +232,7 @@ def _forget(values: dict[str, Any], typed: set[str]) -> set[str]:
         gone.add("lr_scheduler_kwargs")
     attn_type = values.get("attn_type", 0)
     if attn_type in POSITIONS and not POSITIONS[attn_type].recurrent:
-        # An encoding without recurrence has no memory in evaluation.
+        # Encodings without recurrence evaluate without memory.
         without = {"eval_mem_len": 0, "eval_memory_lengths": []}
         values |= {name: none for name, none in without.items() if name not in typed}
     return gone
@@ -253,11 +253,11 @@ def _check(values: dict[str, Any], named: set[str], typed: set[str]):
 
 
 def _choose(values: dict[str, Any], named: set[str]):
-    """Defaults for options that are not given: precision, device, and what is done between steps."""
+    """Defaults for options that are not given: precision, device, optimizer, evaluations, checkpoints, loading."""
     on_gpu = torch.cuda.is_available()
     chosen: dict[str, Any] = {"use_cpu": not torch.accelerator.is_available(), "eval_strategy": "steps"}
     if not {"bf16", "fp16"} & named and "ACCELERATE_MIXED_PRECISION" not in os.environ:
-        # GPUs before Ampere emulate it, at a fraction of the speed of fp32.
+        # GPUs before Ampere emulate bf16, at a fraction of the speed of fp32.
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else bf16_is_faster()
         chosen["bf16"] = has_bf16
     if "optimizer" not in named and "optim" not in named:
@@ -267,14 +267,14 @@ def _choose(values: dict[str, Any], named: set[str]):
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         chosen["enable_jit_checkpoint"] = True
     if on_gpu:
-        # A process reads ahead, into memory from which it is copied meanwhile.
+        # A worker process loads batches ahead, into memory that is copied to the GPU during a step.
         ahead = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 8}
         chosen |= ahead | {"accelerator_config": {"non_blocking": True}}
     values |= {name: value for name, value in chosen.items() if name not in named}
 
 
 def shrink(values: dict[str, Any], scratch: Path):
-    """For --smoke: a few steps of a small model on a small text, all else as it was. Lengths keep their ratios."""
+    """Shrink settings for --smoke to a few steps of a small model on a small text. Lengths keep their ratios."""
     values["data"] = str(scratch / "data")
     vocab_size = write_smoke_data(scratch / "data")
     values["output_dir"] = values["output_dir"] or str(scratch / "output")
@@ -310,7 +310,7 @@ def shrink(values: dict[str, Any], scratch: Path):
 
 
 def write_smoke_data(folder: Path) -> int:
-    """Words of a module of the standard library, as txl-prepare would write them; returns how many there are."""
+    """Words of a module of the standard library, as txl-prepare would write them; returns the vocabulary's size."""
     lines = Path(argparse.__file__).read_text(encoding="utf-8").splitlines()
     tokenizer = TransfoXLTokenizer.train_from_iterator(lines, mode="whitespace", max_size=500)
     token_ids = tokenizer.encode_lines(lines, add_eos=True).astype(np.int32)

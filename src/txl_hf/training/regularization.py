@@ -3,13 +3,13 @@
 * Locked dropout (Gal and Ghahramani, 2016, https://arxiv.org/abs/1512.05287; Merity et al., 2017,
   https://arxiv.org/abs/1708.02182, Section 4.2): one mask for all positions of a row, drawn anew in every forward.
 * Word dropout (Gal and Ghahramani, 2016, Section 5; Merity et al., 2017, Section 4.3): whole words of the embedding,
-  but not the first token of a segment, nor one that begins inside it, because they may see nothing else: with biases
-  that begin as zeros the state of such a one would stay zero, and each LayerNorm multiplies its gradient by
-  1/√ε = 316, sixteen layers past what fp32 can hold. Padding is such a one too.
+  except padding and the first token of a segment or of a document in it, because these may see nothing else: with
+  biases that begin as zeros their state would stay zero, and each LayerNorm multiplies its gradient by 1/√ε = 316,
+  which after sixteen layers is beyond fp32.
 * Activation regularisation, AR, and temporal activation regularisation, TAR (Merity et al., 2017, Section 4.6).
 
-All of it is put around a model from outside, so that a model that was trained with it is saved and loaded like any
-other. Masks come from torch's generator, so that a run resumes exactly where the generator's state is restored.
+`regularize` adds hooks and replaces modules of a model, so that the model is saved and loaded like any other. Masks
+come from torch's generator, so that a run resumes exactly where the generator's state is restored.
 """
 
 import functools
@@ -27,13 +27,13 @@ from ..transfo_xl.masks_transfo_xl import DOCUMENT_KEYWORDS, packed_starts
 from ..transfo_xl.modeling_transfo_xl import TransfoXLModel
 
 _RATES = ("word_dropout", "input_dropout", "attention_dropout", "mlp_dropout", "output_dropout")
-# Of what a call may give without a name.
+# Names of the arguments that a call may give by position.
 _INPUTS = tuple(inspect.signature(TransfoXLModel.forward).parameters)[1:]
 
 
 @dataclass
 class RegularizationArguments:
-    """Rates and coefficients of regularisation; 0 leaves a place as the model's configuration has it.
+    """Rates and coefficients of regularisation. Each rate except `word_dropout` replaces `config.dropout` if above 0.
 
     Raises:
         ValueError: a rate is outside [0, 1), or a coefficient is negative.
@@ -68,7 +68,7 @@ class LockedDropout(nn.Dropout1d):
 def regularize(model: nn.Module, arguments: RegularizationArguments) -> "Regularizer":
     """Regularise a model in place, in training mode only; `Regularizer.remove` undoes it.
 
-    Memory holds what the layers read: its first layer holds embeddings as they were dropped when they were new.
+    Memory holds the inputs of the layers: for the first layer, embeddings with the dropout of the call that read them.
 
     Args:
         model: Transformer-XL with any head, bare or wrapped (PEFT, DDP, …); before it is compiled or sharded.
@@ -106,7 +106,7 @@ class Regularizer:
         if arguments.ar or arguments.tar:
             self._hooks.append(transformer.output_dropout.register_forward_hook(self._keep_outputs))
         if self._hooks:
-            # What was compiled before, of this model or another, would be run again without a look for hooks.
+            # Code compiled before, for this model or another, would run without a check for hooks.
             torch.compiler.reset()
 
     def penalty(self, shift_labels: Tensor | None = None, resets: Tensor | None = None) -> Tensor:
@@ -118,7 +118,7 @@ class Regularizer:
         Args:
             shift_labels: (B, L); positions that are -100 are left out, such as those that `ext_len` reads again.
                 None: all count.
-            resets: (B, L) bool, those of the forward. From the end of a document to the next is no difference.
+            resets: (B, L) bool, those of the forward. TAR has no difference between a document and the next.
 
         Raises:
             RuntimeError: there was no forward in training mode.
@@ -139,7 +139,7 @@ class Regularizer:
         return self.arguments.ar * _mean(dropped.square().mean(-1), counted) + self.arguments.tar * steps
 
     def remove(self):
-        """Leave the model as it was before."""
+        """Restore the model as it was before."""
         for parent, name, module in self._replaced:
             setattr(parent, name, module.train(parent.training))
         for hook in self._hooks:
@@ -147,7 +147,7 @@ class Regularizer:
         self._replaced, self._hooks, self._outputs, self._begins = [], [], None, None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the last outputs, which are no copied or saved model's: no tensor with a history can be copied."""
+        """The state without the last outputs, because tensors with a graph cannot be copied."""
         return self.__dict__ | {"_outputs": None, "_begins": None}
 
     def _lock(self, parent: nn.Module, name: str, rate: float):
@@ -157,7 +157,7 @@ class Regularizer:
             setattr(parent, name, LockedDropout(rate).train(plain.training))
 
     def _see_what_begins(self, transformer: nn.Module, args: tuple, kwargs: dict):
-        """Note what begins inside the segment. What does not fit is left to the model, which says so."""
+        """Record the tokens that begin inside the segment. The model, not this hook, refuses wrong shapes."""
         self._begins = None
         given = dict(zip(_INPUTS, args, strict=False)) | kwargs
         given = {name: value for name, value in given.items() if isinstance(value, Tensor)}
@@ -168,7 +168,7 @@ class Regularizer:
         if documents := {name: given[name] for name in DOCUMENT_KEYWORDS if name in given}:
             found.append(packed_starts(tuple(ids.shape), ids.device, mask, **documents))
         if mask is not None and mask[..., -ids.shape[1] :].shape == ids.shape:
-            # Padding, and what stands behind it.
+            # Padding, and the token behind it.
             real = mask[:, -ids.shape[1] :].to(ids.device) != 0
             found.append(~real | ~F.pad(real, (1, 0))[:, :-1])
         fitting = [
@@ -179,7 +179,7 @@ class Regularizer:
         self._begins = functools.reduce(torch.logical_or, fitting) if fitting else None
 
     def _drop_words(self, embed_tokens: nn.Module, args: tuple, embeds: Tensor) -> Tensor:
-        # The same as dropping rows of the tables, which a tied softmax would lose too.
+        # Embeddings are dropped, not rows of the tables, which a tied softmax would lose too.
         begins, self._begins = self._begins, None
         if not embed_tokens.training:
             return embeds
@@ -187,7 +187,7 @@ class Regularizer:
         kept = words[args[0]]
         if begins is not None and begins.shape == kept.shape:
             kept = kept.masked_fill(begins.to(kept.device), 1)
-        # Whether there is a memory that it sees, and whether that holds anything, need not be asked.
+        # The first token is kept whether or not it sees a memory.
         kept[..., :1] = 1
         return embeds * kept[..., None]
 
@@ -197,5 +197,5 @@ class Regularizer:
 
 
 def _mean(values: Tensor, counted: Tensor) -> Tensor:
-    """Of (B, n) values, those that count; 0 where none does."""
+    """The mean of those of (B, n) values that count; 0 where none does."""
     return (values * counted).sum() / counted.sum().clamp(min=1)

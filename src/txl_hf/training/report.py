@@ -25,29 +25,29 @@ from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import DataArguments
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
+import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of the backend.
 
 LOG, PLOT, BEST = "log.jsonl", "training.png", "best"
-# Beside the best model: its step, its validation loss, and what that is of.
+# File beside the best model: its step, its validation loss, and `score_of` that loss.
 BEST_SCORE = "best.json"
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
-# How long steps are measured to say how long all will take; of a short run a tenth will do.
+# Seconds of steps that are timed to predict the whole time; of a short run a tenth is enough.
 SECONDS_MEASURED = 5
 
 
 class RunReport(TrainerCallback):
-    """Says what is trained and how long it will take, writes the log, and keeps the best model aside.
+    """Prints what is trained and how long it will take, writes the log, and saves the best model.
 
     Attributes:
         trainer: the `TransfoXLTrainer` that it reports of, to be set before training.
-        best: the validation loss of the best model, in nats. best_of: what that is of, `score_of`.
+        best: the validation loss of the best model, in nats. best_of: `score_of` that loss.
     """
 
     trainer: Any
 
     def __init__(self, stream: TokenStream, validation: Any, tokenizer: Any, metric: str):
         """Args:
-        stream: the training text. validation: token ids that evaluations score. metric: of `figures`, which is shown.
+        stream: the training text. validation: token ids that evaluations score. metric: of `figures`, the one shown.
         """
         self.stream, self.validation, self.tokenizer, self.metric = stream, validation, tokenizer, metric
         self.best, self.best_of = math.inf, None
@@ -83,18 +83,18 @@ class RunReport(TrainerCallback):
         )
 
     def on_step_begin(self, args, state, control, **kwargs):
-        # Validations and checkpoints lie between the end of a step and the beginning of the next.
+        # Timing restarts here, because validations and checkpoints run between two steps.
         self.since = time.perf_counter() if self.since is None else self.since
 
     def on_step_end(self, args, state, control, **kwargs):
         self.bar.update()
-        # What is saved or validated has a line of the log, which refuses a loss that is not finite.
+        # A step that is saved or validated is logged, because the log refuses a loss that is not finite.
         control.should_log |= control.should_save or control.should_evaluate
         if not self.bar.disable and not self.expected and self.since is not None:
             self._expect(args, state)
 
     def _expect(self, args, state):
-        """Say once how long the steps will take. The first step is left out, as it may compile."""
+        """Print once how long the steps will take. The first step is left out, because it may compile."""
         now = time.perf_counter()
         if self.measured:
             self.seconds += now - self.since
@@ -115,7 +115,7 @@ class RunReport(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         loss = logs.get("loss", logs.get("eval_loss", 0.0))
         if not math.isfinite(loss):
-            # Before it takes the place of a checkpoint that can be gone on from.
+            # Refused before it replaces a checkpoint from which training can resume.
             where = "the loss is" if "loss" in logs else "the validation loss is"
             raise FloatingPointError(f"{where} {loss} before step {state.global_step + 1}: lower --learning_rate")
         if self.is_main and (line := self._line(state.log_history[-1])):
@@ -126,7 +126,7 @@ class RunReport(TrainerCallback):
                 self.bar.set_postfix_str(f"{self.metric} {logs[self.metric]:.2f}, {speed}")
 
     def _line(self, logs: dict[str, Any]) -> str:
-        """An entry of Trainer's log as a line of ours; none for what is neither training nor validation."""
+        """An entry of Trainer's log as a line of ours; none for entries of neither training nor validation."""
         if "loss" in logs:
             kept = {name: value for name, value in logs.items() if name not in ("step", "tokens", "epoch")}
             self.tokens = logs["tokens"]
@@ -150,7 +150,7 @@ class RunReport(TrainerCallback):
             plot([json.loads(line) for line in lines], self.output / PLOT, self.metric)
 
     def _save_best(self, step: int):
-        """Put the model of now, or the average of its weights, into the place of the best one."""
+        """Save the current model, or the average of its weights, in place of the best one."""
         trainer, aside = self.trainer, self.output / f"{UNFINISHED_PREFIX}-{BEST}" / BEST
         state_dict = trainer.accelerator.get_state_dict(trainer.model, unwrap=False)
         if self.is_main:
@@ -174,16 +174,16 @@ class RunReport(TrainerCallback):
 
 
 def score_of(evaluation: LanguageModelEvaluation, token_ids: Any) -> dict[str, Any]:
-    """The text that a loss was measured on, and how it was read. Losses can be compared only if both are equal."""
+    """The text and the settings of a validation loss. Losses can be compared only if both are equal."""
     settings = {name: value for name, value in dataclasses.asdict(evaluation).items() if name != "nll"}
     return {"text": text_fingerprint(token_ids), **settings}
 
 
 def read_best(output: Path) -> dict[str, Any] | None:
-    """The score beside the best model, which is in a folder of its own until the run ends; None: there is none.
+    """The score beside the best model, which has a separate folder until the run ends; None: there is no best model.
 
     Raises:
-        ValueError: what is written there says nothing of a model.
+        ValueError: the file is not one of a best model.
     """
     folder = output / BEST if (output / BEST).exists() else output
     path = folder / BEST_SCORE
@@ -203,7 +203,7 @@ def read_best(output: Path) -> dict[str, Any] | None:
 
 
 def settle_best(output: Path, step: int):
-    """End what a kill has left of `move_best`, and remove a best model of a step that comes again."""
+    """Finish a `move_best` that was killed, and remove a best model of a step that will be repeated."""
     if not (output / BEST).exists():
         return
     if (found := read_best(output)) is None:
@@ -214,7 +214,7 @@ def settle_best(output: Path, step: int):
 
 
 def move_best(output: Path):
-    """Put the best model into its place. First goes what says which it is: a model without is being moved."""
+    """Move the best model to the output folder, `best.json` first: a model without it is being moved."""
     for path in sorted((output / BEST).iterdir(), key=lambda path: path.name != BEST_SCORE):
         os.replace(path, output / path.name)
     (output / RESULTS).unlink(missing_ok=True)
@@ -225,10 +225,10 @@ def move_best(output: Path):
 
 
 def finish(output: Path, texts: dict[str, Any], evaluate: Callable, data: DataArguments):
-    """Put the best model into its place, and say and write what it scores.
+    """Move the best model to the output folder, and print and write its scores.
 
     Args:
-        evaluate: for a text and a memory length, which may be None, a function of a model.
+        evaluate: for a text and a memory length (or None) returns a function of a model.
     """
     if (output / BEST).exists():
         move_best(output)
@@ -238,7 +238,7 @@ def finish(output: Path, texts: dict[str, Any], evaluate: Callable, data: DataAr
         results = to_results({split: scores[split] for split in SCORED}, name_of(data.data or ""))
         name = name_of(output)
         write_model_card(output / "README.md", model, name, model_name=name, eval_results=results)
-        # Last, because it says that all is done.
+        # Written last, because it marks a finished run.
         write_text(output / RESULTS, json.dumps(scores, indent=1) + "\n")
     found, metric = read_results(output / RESULTS), data.metric
     for split in SCORED:
@@ -274,7 +274,7 @@ def score(
 
 
 def plot(log: list[dict[str, float]], path: Path, metric: str):
-    """Training and validation against the tokens learned from."""
+    """Plot training and validation against the number of trained tokens."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, key, marker in (("training", metric, ""), ("validation", f"validation_{metric}", ".")):
         points = [(line["tokens"], line[key]) for line in log if key in line]
@@ -292,7 +292,7 @@ def plot(log: list[dict[str, float]], path: Path, metric: str):
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """The scores of the finished model. Raises a ValueError for a file that no run has written."""
+    """The scores of the finished model. Raises a ValueError for a file that `txl-train` has not written."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         parts = [*(found[split] for split in SCORED), *found["memory_lengths"], found["model"]]

@@ -2,8 +2,8 @@
 
 A GPU computes a step of a thousand tokens several times faster than Python launches the thousands of kernels for it.
 Steps of the same shapes launch the same kernels, on the same weights: captured in two CUDA graphs, these are launched
-by two calls. What `torch.cuda.make_graphed_callables` says of weights, shapes and memory holds here too; it is not
-used because it stops what other threads do, such as reading ahead, and fails on weights that have been trained before.
+by two calls. The conditions of `torch.cuda.make_graphed_callables` on weights, shapes and memory hold here too; it is
+not used, because it stops other threads, such as those that read ahead, and fails on weights trained before.
 """
 
 import functools
@@ -31,9 +31,9 @@ from .regularization import Regularizer
 
 logger = logging.get_logger(__name__)
 
-# So many steps of a shape are launched kernel by kernel; to capture the next one takes as long as some four of them.
+# Steps of a shape that are launched kernel by kernel before a capture, which takes as long as some four of them.
 STEPS_BEFORE = 3
-# Each graph has its own inputs and memory; activations and gradients are where those of the others are.
+# Each graph has its own inputs and memory; all graphs share memory for activations and gradients.
 MOST_GRAPHS = 64
 
 Memory = dict[str, Any]
@@ -42,9 +42,9 @@ Memory = dict[str, Any]
 def should_compile_layers(
     arguments: TransfoXLTrainingArguments, device: torch.device, model: Any, regularized: bool
 ) -> bool:
-    """Whether `compile_layers` is set; where it is None, on a GPU that Triton runs on, of which the compiled kernels
-    are, unless the whole model is compiled, dropouts are put around layers (`regularized`), or a module of the model
-    has been hooked or replaced.
+    """`compile_layers` if it is set. None: True on a GPU on which Triton runs, because the compiled kernels are
+    Triton's, unless the whole model is compiled, dropouts are put around layers (`regularized`), or a module of the
+    model has been hooked or replaced.
     """
     if arguments.compile_layers is not None:
         return arguments.compile_layers
@@ -63,7 +63,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
 
 
 def uncompiled() -> AbstractContextManager:
-    """A context in which compiled layers run as they are written: an evaluation has lengths of its own."""
+    """A context in which compiled layers run eagerly, because an evaluation has other lengths."""
     return torch.compiler.set_stance("force_eager")
 
 
@@ -74,14 +74,14 @@ def should_capture_steps(
     document_end: Any | None,
     tokens: int,
 ) -> bool:
-    """Whether `cuda_graphs` is set; where it is None, whether steps can be captured and Python is slower than the GPU.
+    """`cuda_graphs` if it is set. None: whether steps can be captured and Python is slower than the GPU.
 
     Args:
         model: behind its wrappers. document_end: token that ends a document of the text; None: it is one.
-        tokens: that a step reads, or a part of one.
+        tokens: number of tokens that a step, or a micro-batch of it, reads.
 
     Raises:
-        ValueError: they cannot be captured, but are to be; it says why.
+        ValueError: `cuda_graphs` is True and steps cannot be captured; the message says why.
     """
     if arguments.cuda_graphs is False:
         return False
@@ -121,17 +121,17 @@ class Forward(nn.Module):
         regularizer: Regularizer | None = None,
     ):
         """Args:
-        model: language model, as it is prepared. autocast: what its calls are put into.
-        regularizer: whose penalty is wanted.
+        model: language model, as it is prepared. autocast: returns the context of its calls. regularizer: computes the
+        penalty; None: no penalty.
         """
         super().__init__()
         self.model, self.autocast, self.regularizer = model, autocast, regularizer
 
     def forward(self, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
-        """The sum of the losses and the penalty, which are scalars, and the memory that the next step goes on from.
+        """The sum of the losses and the penalty, which are scalars, and the memory for the next step.
 
         Args:
-            inputs: of the model, (B, L) each, with `shift_labels`. memory: what the last step returned.
+            inputs: of the model, (B, L) each, with `shift_labels`. memory: the memory that the last step returned.
         """
         with self.autocast():
             outputs = self.model(**inputs, **memory)
@@ -145,27 +145,27 @@ class Forward(nn.Module):
 class CapturedSteps:
     """A `Forward` on a GPU that repeats shapes it has seen before as two CUDA graphs, with the same results.
 
-    The numbers that are drawn are those that would be drawn without graphs.
+    Random numbers are the same as without graphs.
 
     Attributes:
-        graphs: by the shapes and types of what they are given.
+        graphs: a `CapturedStep` for the shapes and types of its inputs.
     """
 
     def __init__(self, forward: Forward, steps_before: int = STEPS_BEFORE, dtype: torch.dtype | None = None):
         """Args:
-        steps_before: so many of a shape are launched kernel by kernel.
+        steps_before: number of steps of a shape that are launched kernel by kernel.
         dtype: the type to which autocast casts weights, for all products of a graph at once; None: it casts none.
         """
         self._dtype = dtype
         self.graphs: dict[tuple, CapturedStep] = {}
         self._forward, self._steps_before, self._seen = forward, steps_before, Counter[tuple]()
-        # A step's graphs run when those of the last step are done, and may use the same memory.
+        # Stream and memory of all graphs: a step's graphs run after those of the last step, so they may share memory.
         self._shared: dict[str, Any] = {}
         self._gradients: Gradients | None = None
         self._given_up = False
 
     def __call__(self, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
-        """As `Forward.forward`; the memory is in tensors of its own."""
+        """As `Forward.forward`; the returned memory is in tensors of its own."""
         kind = tuple((tensor.shape, tensor.dtype) for tensor in _tensors_of(inputs, memory))
         self._seen[kind] += 1
         is_known = self._seen[kind] > self._steps_before and not self._given_up
@@ -186,15 +186,15 @@ class CapturedSteps:
     def _capture(self, kind: tuple, inputs: dict[str, Tensor], memory: Memory) -> None:
         device = inputs["input_ids"].device
         if device.type == "cuda" and not self._shared:
-            # Streams go round among those of a priority. Where a graph ends that was captured on one, PyTorch takes
-            # away what cuBLAS has in memory for it (from 2.12 on), and those of evaluations come and go.
+            # A priority of its own, because streams of one priority are reused, and when a graph of an evaluation is
+            # destroyed, PyTorch (from 2.12 on) frees cuBLAS's memory for the stream on which it was captured.
             stream = torch.cuda.Stream(device, priority=-1)
             self._shared = {"stream": stream, "pool": torch.cuda.graph_pool_handle()}
         try:
             self._gradients = self._gradients or Gradients(self._forward, self._dtype)
             self.graphs[kind] = CapturedStep(self._forward, inputs, memory, self._gradients, self._shared)
         except Exception as error:
-            # Whatever CUDA, its driver or this PyTorch refuses. What ends a capture says only that it was in vain.
+            # Any error of CUDA, its driver or PyTorch. The error at the end of a capture has the cause as its context.
             self._given_up, self._gradients = True, None
             self.graphs.clear()
             reason = error.__context__ or error
@@ -202,24 +202,24 @@ class CapturedSteps:
 
 
 def has_room(device: torch.device) -> bool:
-    """Whether what a step needs, beside weights and all else that stays, fits twice: what is launched cannot use the
-    memory that graphs keep for their activations.
+    """Whether the activations of a step fit twice beside weights and all else that stays, because kernels that are
+    launched one by one cannot use the memory that graphs keep for their activations.
     """
     if device.type != "cuda":
         return True
     allocated = torch.cuda.memory_allocated(device)
     needed = torch.cuda.max_memory_allocated(device) - allocated
-    # What is kept for later is given back before a capture.
+    # PyTorch frees its cached memory before a capture, so that memory counts as free.
     kept = torch.cuda.memory_reserved(device) - allocated
     return torch.cuda.mem_get_info(device)[0] + kept >= 2 * needed
 
 
 class Gradients:
-    """Where the graphs of all shapes add their gradients: they would be as large as all weights for each.
+    """Gradient tensors that the graphs of all shapes share, because a set for each would be as large as all weights.
 
     Attributes:
-        weights: by name, those that are trained. places: for each of them.
-        products: the copies that products read, where all weights are trained and are cast.
+        weights: the trained weights by name. places: a gradient tensor for each of them.
+        products: copies of the weights in autocast's type, which products read, if all weights are trained and cast.
     """
 
     def __init__(self, forward: Forward, dtype: torch.dtype | None = None):
@@ -230,13 +230,13 @@ class Gradients:
             self.products = ProductWeights(self.weights, forward.model.config, dtype)
 
     def begin(self) -> None:
-        """Forget what was added in steps before the present one, whose gradients are no weight's any more."""
+        """Zero the gradients of earlier steps, which are not the `grad` of a weight any more."""
         pairs = zip(self.weights.values(), self.places, strict=True)
         if forgotten := [place for weight, place in pairs if weight.grad is not place]:
             torch._foreach_zero_(forgotten)
 
     def hand_over(self, is_learned: list[bool]) -> None:
-        """Make what was added the gradient of each weight that is learned, or add it to what was launched."""
+        """Make the shared gradient the `grad` of each weight that is learned, or add it to its `grad`."""
         for weight, place, learned in zip(self.weights.values(), self.places, is_learned, strict=True):
             if not learned or weight.grad is place:
                 continue
@@ -258,13 +258,13 @@ class CapturedStep:
         shared: dict[str, Any],
     ):
         """Args:
-        inputs, memory: of a step of these shapes. gradients: to which its own are added.
-        shared: where it is recorded, as recorders take it.
+        inputs, memory: of a step of these shapes. gradients: shared gradients, to which the step adds its own.
+        shared: stream and memory of the graphs, as arguments of the recorder.
         """
         device = inputs["input_ids"].device
         record = functools.partial(RECORDERS[device.type], device=device, draws=True, **shared)
-        # A graph reads where it was captured. The weights are where they are, but as leaves that no other step has
-        # met: a capture would have to wait for the stream on which that one asked for their gradients.
+        # A graph reads the captured addresses, so inputs are copied. Weights keep their addresses as new leaves,
+        # because a capture would have to wait for the stream on which an earlier step used the old ones.
         places = {name: tensor.clone() for name, tensor in inputs.items()}, cloned_states(memory)
         leaves: dict[str, Tensor] = {name: nn.Parameter(weight.detach()) for name, weight in gradients.weights.items()}
         losses: list[Tensor] = []
@@ -289,18 +289,18 @@ class CapturedStep:
             sums = [place for place, gradient in zip(gradients.places, found, strict=True) if gradient is not None]
             torch._foreach_add_(sums, [gradient for gradient in found if gradient is not None])
 
-        # The numbers that are drawn here are drawn again when it runs.
+        # The random numbers that are drawn here are drawn again when the graph runs.
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             if (stream := shared.get("stream")) is not None:
                 stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                # What is compiled for these shapes, or chosen by trying, is so before it is recorded.
+                # One run before recording, so that compilation and autotuning for these shapes are done.
                 compute()
                 self._given = [torch.ones_like(loss) for loss in losses]
                 self._is_learned = [gradient is not None for gradient in differentiate()]
             self._forward, self._backward = record(compute), record(learn)
         self._places, self._gradients = _tensors_of(*places), gradients
-        # What is differentiated by.
+        # An input of `_Learned` with `requires_grad`, so that autograd calls its backward.
         self._asked = torch.zeros((), device=device, requires_grad=True)
 
     def __call__(self, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
@@ -311,8 +311,8 @@ class CapturedStep:
         return *_Learned.apply(self.learn, nll, penalty, self._asked), memory
 
     def learn(self, *of_losses: Tensor) -> None:
-        """Add to the gradients of the weights, given those of the sum of the losses and of the penalty."""
-        # Where there is no penalty, it is no function of the weights.
+        """Add to the gradients of the weights, from the gradients of the summed losses and of the penalty."""
+        # `_given` omits a penalty of 0, because 0 has no gradient.
         for place, gradient in zip(self._given, of_losses, strict=False):
             place.copy_(gradient)
         self._gradients.begin()
@@ -321,22 +321,22 @@ class CapturedStep:
 
 
 class _Learned(torch.autograd.Function):
-    """The losses that a graph has computed, of which another one learns where they are backpropagated."""
+    """The losses of a forward graph, whose backpropagation runs the backward graph."""
 
     @staticmethod
     def forward(ctx: Any, learn: Callable, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         ctx.learn = learn
-        # Of tensors that the next step returns again, this one's history would be the next one's.
+        # Clones, because the next step returns the same tensors, whose grad_fn would be shared.
         return tensors[0].clone(), tensors[1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *of_losses: Tensor) -> tuple[None, ...]:
-        # Through autograd, each of hundreds of gradients would be copied and handed on by itself.
+        # `learn` sets all gradients at once, because autograd would copy each of hundreds by itself.
         ctx.learn(*of_losses)
         return None, None, None, None
 
 
 def _tensors_of(inputs: dict[str, Tensor], memory: Memory) -> list[Tensor]:
-    """Of a memory there is one for each layer, and may be a mask."""
+    """The tensors of inputs and memory: of a memory one for each layer, and its mask if it has one."""
     return [tensor for tensor in tree_leaves((inputs, memory)) if tensor is not None]

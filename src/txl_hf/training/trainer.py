@@ -1,4 +1,4 @@
-"""`Trainer` with memory: what each stream remembers is carried from step to step, evaluated apart, and saved."""
+"""`Trainer` with memory: the memory of each stream is passed from step to step, separate in evaluations, and saved."""
 
 import copy
 import os
@@ -61,14 +61,14 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class _Memory:
-    """The mems of each micro-batch of a step, and where in the text they are from.
+    """The mems of each micro-batch of a step, and their position in the text.
 
     Args:
         memories: for each micro-batch `mems` and `mems_mask` of its rows on this process, neither at the beginning of
             the text.
-        micro_batch: which of them is next.
-        epoch: the one that is read.
-        step: how many of its steps were read.
+        micro_batch: index of the next micro-batch.
+        epoch: the epoch that is read.
+        step: number of steps of the epoch that were read.
     """
 
     memories: list[dict[str, Any]] = field(default_factory=lambda: [{}])
@@ -77,15 +77,15 @@ class _Memory:
     step: int = 0
 
     def replace(self, memory: dict[str, Any]):
-        """Keep the memory of the current micro-batch and go on to the next one."""
+        """Store the memory of the current micro-batch and advance to the next one."""
         self.memories[self.micro_batch] = memory
         self.micro_batch = (self.micro_batch + 1) % len(self.memories)
         self.step += self.micro_batch == 0
 
 
 class _WholeSteps(JITCheckpointCallback):
-    """A checkpoint on SIGTERM, at the end of a step: within it the memory is of a segment that the weights are yet to
-    learn from. Trainer writes it, behind the step's line of the log.
+    """A checkpoint on SIGTERM, which Trainer writes at the end of a step, after the step's line of the log. Within a
+    step the memory already holds a segment that the weights have not learned from.
     """
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -100,7 +100,7 @@ class _WholeSteps(JITCheckpointCallback):
 
 
 class _Beginnings(TrainerCallback):
-    """Where `TransfoXLTrainer` learns that a training and its epochs begin."""
+    """Calls `begin_training` and `begin_epoch` of a trainer."""
 
     def __init__(self, trainer: "TransfoXLTrainer"):
         self.trainer = trainer
@@ -113,41 +113,41 @@ class _Beginnings(TrainerCallback):
 
 
 class TransfoXLTrainer(Trainer):
-    """transformers' `Trainer` whose steps go on with the memory of the step before.
+    """transformers' `Trainer` whose steps take the memory of the step before.
 
     Datasets, for training and for evaluation, are `TokenStream`s or others whose items are step-major and which say in
     `batch_size` how many streams G there are. An optimiser step of training reads one segment of every stream: rows
     per process × processes × accumulation steps = G; a batch of evaluation likewise, without accumulation. They are
-    read in order, whatever `train_sampling_strategy` says. A loader that breaks continuity is refused.
+    read in order, whatever `train_sampling_strategy` is. A loader that breaks continuity is refused.
 
-    * `args` are `TransfoXLTrainingArguments`, or `TrainingArguments` with none of what those add.
+    * `args` are `TransfoXLTrainingArguments`, or `TrainingArguments`, which get the defaults of the added fields.
     * Memory begins empty (see `initial_memory`) in every epoch and every evaluation; evaluation leaves that of the
-      training as it was. It may be of `train_dataset` itself, of which it reads a copy, from the beginning.
+      training as it was. An evaluation of `train_dataset` itself reads a copy, from the beginning.
     * `eval_dataset` may also be a function of a model and an `accelerator`, such as
-      `functools.partial(evaluate_language_model, token_ids=…, segment_length=…)`, which gives the figures then.
+      `functools.partial(evaluate_language_model, token_ids=…, segment_length=…)`, whose result has the figures.
     * The loss of a step is the mean over its targets in all micro-batches and processes, however many are -100.
       `eval_loss` is the mean over all targets likewise.
-    * Logs gain `perplexity`, `bits_per_token` (bits per character of a character-level model), `tokens` (targets that
-      were learned from until then) and `tokens_per_second`, without the time for evaluating and saving; evaluations
+    * Logs gain `perplexity`, `bits_per_token` (bits per character of a character-level model), `tokens` (targets
+      trained on so far) and `tokens_per_second`, without the time for evaluating and saving; evaluations
       gain the same. Of a classifier, of tokens or of sequences, `tokens` are its labels, and there is neither
       perplexity nor bits.
-    * With a `compute_loss_func`, `loss` and `eval_loss` are what it gives (in an evaluation as `Trainer` averages it),
-      and the other figures of an evaluation those of the text's likelihood; logs of training have none. The labels of
-      a stream, which it gets, are those of the logits' own places, not to be shifted; a model with cutoffs has logits
-      with `config.output_logits=True`, and `outputs.losses` always.
+    * With a `compute_loss_func`, `loss` and `eval_loss` are its results (averaged by `Trainer` in an evaluation). The
+      other figures of an evaluation are of the text's likelihood; logs of training have none. The function gets the
+      labels of a stream, which are of the logits' own positions and must not be shifted; a model with cutoffs has
+      logits with `config.output_logits=True`, and `outputs.losses` always.
     * `regularization` puts the regularisers of small corpora around the model, as `regularize` does, and adds their
-      penalty to what is minimised: its mean over micro-batches and processes. The losses that are logged are without.
+      penalty, its mean over micro-batches and processes, to the loss. Logged losses are without the penalty.
     * Checkpoints hold the memory, in the order of the streams so that another number of processes or of accumulation
-      steps can go on, and appear under their name when they are complete. Older ones go only after that.
+      steps can resume, and get their name when they are complete. Older ones are removed only after that.
       `train(resume_from_checkpoint=True)` takes the last complete one. A training is resumed in the epoch and at the
-      step that the memory is from, whatever the step of the training, with the optimizer's settings of today.
+      step that the memory is from, whatever the step of the training, with the optimizer's current settings.
 
     Attributes:
-        memory_length: how many states a step of training leaves the next, at most; a callback may change it.
+        memory_length: most states that a step of training passes to the next; a callback may change it.
 
     Raises:
-        ValueError: settings under which memory cannot be carried, or the worst checkpoint would be the best; the
-            message names the fix.
+        ValueError: with these settings memory cannot be carried, or the worst checkpoint would be taken for the best;
+            the message names the fix.
     """
 
     args: TransfoXLTrainingArguments
@@ -167,10 +167,10 @@ class TransfoXLTrainer(Trainer):
         self._regularization = regularization
         self._regularizer: Regularizer | None = None
         args = TransfoXLTrainingArguments("tmp_trainer") if args is None else TransfoXLTrainingArguments.of(args)
-        # A tokenizer is there to be saved with the model: segments are whole, and Trainer would have it pad them.
+        # Segments are whole, and Trainer would pad them if there is a tokenizer, which is only saved with the model.
         super().__init__(model, args, data_collator or default_data_collator, *more, **kwargs)
         if not torch.accelerator.is_available():
-            # As `use_cpu` has it: torch warns of memory that is pinned for no device.
+            # As `use_cpu` sets it, because torch warns of memory that is pinned without a device.
             self.args.dataloader_pin_memory = False
         if regularization is not None and self._regularizer is None:
             self._regularizer = regularize(self.model, regularization)
@@ -191,11 +191,11 @@ class TransfoXLTrainer(Trainer):
         self._sums: list[tuple[Tensor, Tensor]] = []
         self._captured: CapturedSteps | None = None
         self._compiled = False
-        # Whether the last losses were of other labels than the text's next tokens.
+        # Whether the last losses were of labels other than the text's next tokens.
         self._classifies = False
         self._resumed_from: Path | None = None
         self._run: str | None = None
-        # The optimizer's settings by group, where it was made here.
+        # The optimizer's settings by group, if this trainer made the optimizer.
         self._asked: list[dict[str, Any]] = []
         self._writing_to: Path | None = None
         self._tokens: Tensor | int = 0
@@ -229,7 +229,7 @@ class TransfoXLTrainer(Trainer):
         return model
 
     def hyperparameter_search(self, hp_space=None, compute_objective=None, *args, **kwargs):
-        """As `Trainer.hyperparameter_search`: for `eval_loss`, or the sum of what `compute_metrics` gives."""
+        """As `Trainer.hyperparameter_search`, of `eval_loss` or of the summed figures of `compute_metrics`."""
         return super().hyperparameter_search(hp_space, compute_objective or default_objective, *args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, *args, **kwargs):
@@ -286,7 +286,7 @@ class TransfoXLTrainer(Trainer):
             multiprocessing_context=self.args.dataloader_multiprocessing_context,
             in_order=self.args.dataloader_in_order,
             worker_init_fn=_leave_interrupts if workers else None,
-            # With a generator of its own it leaves the one of dropout alone.
+            # A generator of its own, so that the loader does not draw from the one of dropout.
             generator=torch.Generator(),
         )
         loader = self.accelerator.prepare(loader)
@@ -303,11 +303,11 @@ class TransfoXLTrainer(Trainer):
         return self._checked(super().get_test_dataloader(self._apart(test_dataset)), test_dataset, "test_dataset")
 
     def _apart(self, dataset):
-        """A data set that an evaluation can read, in the first epoch, while the training stays where it is."""
+        """A data set for an evaluation; if it is the training's, a copy at the first epoch, to keep its position."""
         return copy.copy(dataset) if dataset is not None and dataset is self.train_dataset else dataset
 
     def _checked(self, loader: DataLoader, dataset, name: str) -> DataLoader:
-        """A loader of an evaluation, whose text has an end; a warning says what it leaves out of that."""
+        """A loader of an evaluation, whose text must have an end; a warning counts the tokens that it leaves out."""
         self._check_loader(loader, dataset, name)
         if isinstance(dataset, TextStream) and dataset.epochs is None:
             raise ValueError(f"{name} is a TextStream with epochs=None, which never ends: make it with epochs=1")
@@ -351,13 +351,13 @@ class TransfoXLTrainer(Trainer):
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
-        """As in `Trainer`, but a training is resumed where its memory is from, however long its epochs were."""
+        """As in `Trainer`, except that a training resumes where its memory is from, however long its epochs were."""
         epoch, batches = super()._init_training_state(*args, **kwargs)
         self._memory = self._empty_memory(epoch)
         if self._resumed_from is not None:
             best = self._resumed_from.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
             if self.state.best_model_checkpoint is None and best.is_dir():
-                # Moved together with this one. Trainer would look for it in the folder that it writes to.
+                # The best checkpoint was moved together with this one; Trainer would search in its output folder.
                 self.state.best_model_checkpoint = str(best)
             if not self.args.ignore_data_skip:
                 self._memory = self._load_memory(self._resumed_from)
@@ -366,7 +366,7 @@ class TransfoXLTrainer(Trainer):
         return epoch, batches
 
     def begin_training(self):
-        """After the model, its optimizer and a checkpoint are there, before the first step."""
+        """Called after the model, its optimizer and a checkpoint are loaded, before the first step."""
         past = [logs["tokens"] for logs in self.state.log_history if "loss" in logs and "tokens" in logs]
         self._tokens, self._tokens_logged, self._counted_since = 0, past[-1] if past else 0, time.perf_counter()
         if self._resumed_from is not None:
@@ -382,7 +382,7 @@ class TransfoXLTrainer(Trainer):
             self._run = begin_run(Path(self.args.output_dir), self._resumed_from)
 
     def _set_optimizer(self):
-        """Take the settings of today: an optimizer and its schedule bring those of their checkpoint."""
+        """Set the current settings, because an optimizer and its schedule load those of their checkpoint."""
         bases = [asked["lr"] for asked in self._asked]
         factors = getattr(self.lr_scheduler, "lr_lambdas", None)
         if not bases or factors is None or len(bases) != len(self.optimizer.param_groups):
@@ -402,7 +402,7 @@ class TransfoXLTrainer(Trainer):
         return CapturedSteps(Forward(self.model, nullcontext, self._regularizer), dtype=dtype)
 
     def begin_epoch(self):
-        """An epoch begins at the beginning of the text, but for one that is resumed."""
+        """An epoch begins at the beginning of the text, except one that is resumed."""
         if not self._goes_on and self._memory.step > 0:
             self._memory = self._empty_memory(self._memory.epoch + 1)
         self._goes_on = False
@@ -411,7 +411,7 @@ class TransfoXLTrainer(Trainer):
         made = self.optimizer is None
         if made and getattr(self.args, "optimizer", None) is not None:
             if self.args.optimizer == "lamb" and self.is_fsdp_enabled:
-                # It clamps a norm in place, which PyTorch has not for a sharded weight.
+                # LAMB clamps a norm in place, which PyTorch does not support for a sharded weight.
                 raise ValueError("--optimizer lamb needs whole weights, which FSDP does not keep: use adam or muon")
             self.optimizer = make_optimizer(self.model if model is None else model, self.args)
         optimizer = super().create_optimizer(model)
@@ -425,19 +425,19 @@ class TransfoXLTrainer(Trainer):
         return _Memory([{} for _ in range(self.args.gradient_accumulation_steps)], epoch=epoch)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """As in `Trainer`, with the targets of `shift_labels` counted, of which `Trainer` knows nothing."""
+        """As in `Trainer`, with a count of the targets of `shift_labels`, which `Trainer` does not know."""
         self._memory.micro_batch = 0
         if self.state.global_step >= self.state.max_steps:
-            # Trainer takes one step more when it resumes a run that is done.
+            # Trainer takes one more step when it resumes a finished run.
             self.control.should_training_stop = True
             return [], None
         batches = list(islice(epoch_iterator, num_batches))
         if not batches and self._memory.step > 0:
-            # The end of a text without a length.
+            # A text without a length has ended.
             self._memory = self._empty_memory(self._memory.epoch + 1)
         for batch in batches:
             if (labels := batch.get("shift_labels")) is not None:
-                # In the batch itself, so that the model counts the same.
+                # The labels in the batch itself are changed, so that the model counts the same.
                 batch["shift_labels"] = without_padding(labels, batch.get("attention_mask"), labels.shape[1])
         if batches and batches[0].get("shift_labels") is not None:
             targets = sum((batch["shift_labels"] != -100).sum() for batch in batches).to(device)
@@ -445,13 +445,13 @@ class TransfoXLTrainer(Trainer):
         else:
             targets = self._get_num_items_in_batch(batches, device)
         self._tokens = self._tokens + (0 if targets is None else targets)
-        # Trainer takes the mean of means where it has no number.
+        # Where the number of targets is None, Trainer takes the mean of the micro-batches' means.
         return batches, None if targets is None else targets.clamp(min=1)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """As in `Trainer`, with the memory of these rows, which the call replaces by what it returns."""
+        """As in `Trainer`, with the memory of these rows, which is replaced by the one that the call returns."""
         own = self.compute_loss_func
-        # A callback, or who resumes, may have made the memory shorter.
+        # `mem_len` may be shorter than this memory, after a callback or in a resumed training.
         memory = latest_states(self._memory.memories[self._memory.micro_batch], self.model.config.mem_len)
         if self._is_captured(model, inputs) and num_items_in_batch is not None:
             nll, penalty, memory = self._captured(inputs, memory)
@@ -459,7 +459,7 @@ class TransfoXLTrainer(Trainer):
             return nll / num_items_in_batch + self._share_of(penalty)
         labels = inputs.get("shift_labels", inputs.get("labels"))
         if not model.training and own is None:
-            # Evaluations add up what follows; a loss of this batch alone is the mean over its own labels.
+            # The loss of an evaluation's batch is the mean over its own labels; `_count` adds up the whole.
             num_items_in_batch = None
         given = {name: value for name, value in inputs.items() if own is None or name != "labels"}
         if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
@@ -470,7 +470,7 @@ class TransfoXLTrainer(Trainer):
         elif (loss := outputs.get("loss")) is None:
             raise ValueError(f"the model returned no loss, only {', '.join(outputs)}: items have {', '.join(inputs)}")
         if num_items_in_batch is not None and (own is not None or self.model_accepts_loss_kwargs):
-            # Gradients are averaged over the processes.
+            # The factor undoes the mean of gradients over the processes.
             loss = loss * self.accelerator.num_processes
         self._memory.replace(self._carried(memory_of(outputs, self.args.torch_compile)))
         if self._regularizer is not None and model.training:
@@ -480,7 +480,7 @@ class TransfoXLTrainer(Trainer):
 
     def _read(self, model, given: dict[str, Any], memory: dict[str, Any]):
         """The outputs of a call, or in training those of the last of `backprop_segments` calls, with the loss of all:
-        each goes on from the memory of the one before, with its graph."""
+        each call takes the memory of the one before, with its graph."""
         segments = self.args.backprop_segments if model.training else 1
         if segments == 1:
             return model(**given, **memory)
@@ -499,21 +499,21 @@ class TransfoXLTrainer(Trainer):
         return outputs
 
     def _is_captured(self, model, inputs: dict[str, Any]) -> bool:
-        """Not before the memory has its length: until then no step is like the last one."""
+        """Whether a call is captured: only after the memory has its full length, because until then shapes change."""
         full = self.memory_length is None or self.memory_length >= self.model.config.mem_len
         usual = model.training and self.compute_loss_func is None and "shift_labels" in inputs
         return self._captured is not None and full and usual
 
     def _share_of(self, penalty: Tensor) -> Tensor:
-        """A penalty's gradient alone: what is logged is the likelihood, so that its exponential is a perplexity."""
+        """A penalty with its gradient and value 0, so that the exponential of the logged loss is a perplexity."""
         penalty = penalty / self.current_gradient_accumulation_steps
         return penalty - penalty.detach()
 
     def _count(self, inputs: dict[str, Any], outputs, training: bool):
-        """Note what an evaluation has read, and of what the losses are."""
+        """Add up the losses of an evaluation, and record whether they are a classifier's."""
         if (losses := outputs.get("losses")) is not None:
             targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"]
-            # A language model's are of the labels after the first.
+            # The losses of a language model are of the labels after the first, so they are fewer than the labels.
             self._classifies = "shift_labels" not in inputs and losses.shape == targets.shape
             if not training:
                 nll, length = losses.detach().sum(), targets.shape[1]
@@ -522,18 +522,18 @@ class TransfoXLTrainer(Trainer):
                     targets = without_padding(targets, inputs.get("attention_mask"), length)
                 self._sums.append((nll, (targets != -100).sum()))
         elif (labels := inputs.get("labels")) is not None:
-            # Of whole sequences, of which most segments may have no label.
+            # A classifier of whole sequences, of which most segments may have no label.
             self._classifies = True
             if not training:
                 count = (labels != -100).sum()
                 self._sums.append((outputs["loss"].detach() * count, count))
 
     def _carried(self, memory: dict[str, Any], detach: bool = True) -> dict[str, Any]:
-        """The memory from which the next call goes on."""
+        """The memory for the next call."""
         if not memory:
             return {}
-        # Mixed precision returns everything in fp32, also what a model in bf16 wants back in bf16, and the memory that
-        # autocast has rounded, as it does unless a layer normalisation reads it.
+        # Mixed precision returns the memory in fp32. It is cast back to the model's type, or to autocast's, in which
+        # it was rounded unless a layer normalisation reads it.
         dtype = self.model.first_parameter.dtype
         if self.accelerator.native_amp and not self.model.config.pre_lnorm:
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, dtype)
@@ -542,7 +542,7 @@ class TransfoXLTrainer(Trainer):
         if self.args.torch_compile:
             memory = cloned_states(memory)
         if self.args.fp16 or dtype == torch.float16:
-            # A stream whose states overflowed would go on from them until the text ends, whatever the scaler skips.
+            # A stream whose states overflowed would read them until the text ends, although the scaler skips the step.
             memory["mems_mask"] = mask_overflow(**memory)
         if self.model.training and self.memory_length is not None:
             memory = latest_states(memory, self.memory_length)
@@ -565,7 +565,7 @@ class TransfoXLTrainer(Trainer):
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
-        """Time that does not count in tokens per second."""
+        """A context whose time does not count in tokens per second."""
         start = time.perf_counter()
         yield
         self._counted_since += time.perf_counter() - start
@@ -607,7 +607,7 @@ class TransfoXLTrainer(Trainer):
                 )
         finally:
             self._memory = training
-        # Not read before the end, so that a GPU need not wait for the host.
+        # The sums are copied at the end, so that a GPU does not wait for the host.
         parts = [torch.stack(part).cpu().double().sum() for part in zip(*self._sums, strict=True)]
         sums = torch.stack(parts) if parts else torch.zeros(2, dtype=torch.float64)
         if self.args.world_size > 1:
@@ -626,7 +626,7 @@ class TransfoXLTrainer(Trainer):
         if self.args.label_names is None:
             self.label_names = [name for name in ("shift_labels", "labels") if name in inputs][:1]
         if missing := [name for name in self.label_names if inputs.get(name) is None]:
-            # Trainer would leave out the loss, and with it the memory.
+            # Without labels Trainer computes no loss, and the memory would not be passed on.
             raise ValueError(
                 f"label_names={self.label_names}, but the items have {', '.join(inputs)}, and no "
                 f"{', '.join(missing)}: an evaluation with memory needs labels"
@@ -635,14 +635,14 @@ class TransfoXLTrainer(Trainer):
             raise ValueError("an evaluation with memory needs items with shift_labels or labels")
         self._set_signature_columns_if_needed()
         if "output_logits" in self._signature_columns:
-            # Beside a loss they cost a product with the whole vocabulary.
+            # Logits beside a loss cost a product with the whole vocabulary, so they are computed for predictions only.
             inputs = {**inputs, "output_logits": not prediction_loss_only}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     # --- card --------------------------------------------------------------------------------------------------------
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """As in `Trainer`, with the card of this package where the model is of it, as `cards.create_model_card`."""
+        """As in `Trainer`; for a model of this package, the card of `cards.create_model_card`."""
         if (model := self._model_of_card()) is not None:
             create_model_card(self, model, *args, **kwargs)
         else:
@@ -665,7 +665,7 @@ class TransfoXLTrainer(Trainer):
         return super()._get_output_dir(trial) if self._writing_to is None else str(self._writing_to)
 
     def _save_checkpoint(self, model, trial):
-        """Write aside, rename when complete, and only then let go of older checkpoints."""
+        """Write a checkpoint under an unfinished name, rename it when complete, and only then remove older ones."""
         with self._uncounted(), disk_errors(self.args.output_dir):
             run = Path(self._get_output_dir(trial))
             name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -688,18 +688,18 @@ class TransfoXLTrainer(Trainer):
             if self.args.should_save:
                 self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
                 if self._run is None:
-                    # A callback asked for it, without a strategy.
+                    # A callback requested this checkpoint, without a `save_strategy`.
                     self._run = begin_run(run)
                 finish_checkpoint(aside / name, run / name, self._run)
                 if self.args.push_to_hub:
                     self._push_from_checkpoint(str(run / name))
-                # Not by Trainer's way, which asks the clock which is the latest.
+                # Trainer's own method is not used, because it orders checkpoints by their times.
                 keep = [run / name, self.state.best_model_checkpoint]
                 remove_old_checkpoints(run, self.args.save_total_limit, keep)
             self.accelerator.wait_for_everyone()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # An upload runs on while the folder would be renamed.
+        # No push while the checkpoint has its unfinished name, because it is renamed while an upload runs.
         if self._writing_to is not None:
             return
         if (model := self._model_of_card()) is not None:
@@ -707,12 +707,12 @@ class TransfoXLTrainer(Trainer):
         super()._push_from_checkpoint(checkpoint_folder)
 
     def _issue_warnings_after_load(self, load_result) -> None:
-        # Tied tensors are written once.
+        # Tied tensors are saved once, so their other names are not missing.
         missing = [name for name in load_result.missing_keys if name not in self.model.all_tied_weights_keys]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _position(self, memory: _Memory) -> dict[str, Any]:
-        """Where a memory is from: counted in steps that were learned from, because loaders read ahead."""
+        """The position of a memory, counted in steps that the weights learned from, because loaders read ahead."""
         position = {**describe_stream(self.train_dataset), "epoch": memory.epoch, "step": memory.step}
         if not isinstance(self.train_dataset, IterableDataset):
             position["steps"] = len(self.train_dataset) // self.train_dataset.batch_size
@@ -721,12 +721,12 @@ class TransfoXLTrainer(Trainer):
         return position
 
     def _save_memory(self, folder: Path):
-        # Where a callback has ended the epoch, the next one begins.
+        # If a callback has ended the epoch, the memory is the empty one of the next.
         ended = self.control.should_epoch_stop
         memory = self._empty_memory(self._memory.epoch + 1) if ended else self._memory
         position, memories = self._position(memory), memory.memories
         layers, mask = [], None
-        # At the end of an epoch nothing is remembered any more.
+        # At the end of an epoch there is no memory to save.
         if position["step"] > 0 and memories[0]:
             layers = [self._gather(states) for states in zip(*(memory["mems"] for memory in memories), strict=True)]
             mask = self._gather([real_states(**memory).byte() for memory in memories]).bool()
@@ -740,7 +740,7 @@ class TransfoXLTrainer(Trainer):
         return torch.cat([self.accelerator.gather(part.contiguous()) for part in parts]).cpu()
 
     def _load_memory(self, folder: Path) -> _Memory:
-        """That of the rows of this process."""
+        """The memory of the rows of this process, from a checkpoint."""
         memory, (saved, _) = self._empty_memory(0), read_position(folder)
         memory.epoch, memory.step = saved["epoch"], saved["step"]
         if isinstance(self.train_dataset, TextStream) and "read" in saved:
@@ -760,7 +760,7 @@ def check_special_tokens(config: TransfoXLConfig, tokenizer):
         tokenizer: the `processing_class` of a Trainer, which may be a processor that has one.
 
     Raises:
-        ValueError: a token lies beyond the vocabulary, so that the model could be trained and not saved.
+        ValueError: a token is outside the vocabulary, so that the model could be trained and not saved.
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     for name in ("bos_token", "eos_token", "pad_token"):
@@ -774,14 +774,14 @@ def check_special_tokens(config: TransfoXLConfig, tokenizer):
 
 
 def _leave_interrupts(worker: int):
-    """Ignore Ctrl-C in a process that reads ahead: all processes of a terminal get it, and this one would leave the
-    thread that pins memory with an error.
+    """Ignore Ctrl-C in a worker process of a loader: all processes of a terminal get it, and the end of this one would
+    raise an error in the thread that pins memory.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def default_objective(metrics: dict[str, float]) -> float:
-    """Of a search, as `default_compute_objective` has it, without the figures that an evaluation gains here."""
+    """The objective of a search: `default_compute_objective` without the figures that this trainer adds."""
     prefixes = [name.removesuffix("_tokens_per_second") for name in metrics if name.endswith("_tokens_per_second")]
     gained = {f"{prefix}_{name}" for prefix in prefixes for name in (*METRICS, "tokens")}
     return default_compute_objective({name: value for name, value in metrics.items() if name not in gained})
@@ -802,7 +802,7 @@ def _check_arguments(args: TrainingArguments):
         raise ValueError(
             f"label_smoothing_factor={args.label_smoothing_factor} does not reach shift_labels: set it to 0"
         )
-    # TrainingArguments takes whatever is not named a loss for the better the greater.
+    # TrainingArguments assumes that a metric whose name does not end in "loss" is the better the greater.
     if args.greater_is_better and re.fullmatch(f"(.*_)?({'|'.join(METRICS)})", args.metric_for_best_model or ""):
         raise ValueError(
             f"metric_for_best_model={args.metric_for_best_model!r} is the better the lower: set "
