@@ -102,6 +102,7 @@ def test_a_file_that_is_not_there_is_refused_in_one_line(command, arguments, tmp
             ["--output", "o", "--distance", "20"],
             "--distance 20 is no two hops: it must",
         ),
+        ("by_feature/long_memory.py", ["--output", "o"], "give --train, --test and --output, or --draw"),
         ("by_feature/memory_agent.py", ["--env", "recall"], "--output is missing"),
     ],
 )

@@ -173,8 +173,8 @@ def draw(source: Path, path: Path):
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
+        axis.legend()
     axes[0, 0].set_ylabel("perplexity over that at the length of training")
-    axes[0, 0].legend()
     figure.savefig(path, dpi=150)
 
 

@@ -34,6 +34,7 @@ SCRIPTS = [
     "classification",
     "document_resets",
     "genome_labels",
+    "long_memory",
     "lora",
     "memory_agent",
     "memory_probe",
@@ -141,6 +142,20 @@ def test_prompts_are_answered_from_a_text_that_was_read_once(script, checkpoint,
         written = model.generate(new, mems=mems, max_new_tokens=5, do_sample=False)
         expected += f"> {prompt}\n{tokenizer.decode(written[0])}\n"
     assert found == expected
+
+
+@pytest.mark.slow
+def test_long_memory(tmp_path):
+    smoke("long_memory", tmp_path, "--contenders", "recipe", "sink", "--output", tmp_path / "rows.csv")
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open(newline="")))
+    found = {(row["reading"], int(row["memory_length"])): float(row["nll"]) for row in rows}
+    assert len(found) == 18
+    # Within the distances of training nothing decays.
+    assert found["recipe, decay_len", 64] == found["recipe", 64] != found["sink", 64]
+    assert found["recipe, decay_len", 256] != found["recipe", 256]
+    draw = ["--draw", tmp_path / "rows.csv", tmp_path / "curves.png"]
+    assert run_script(FOLDER / "long_memory.py", *draw, cwd=tmp_path).returncode == 0
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
