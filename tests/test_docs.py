@@ -44,7 +44,7 @@ LENGTHS = {
     "CONTRIBUTING.md": (140, 13),
 }
 LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("README", "reading", "memory_length", "parts")}
-LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("statistics", "schedules")}
+LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("statistics", "schedules", "long_memory")}
 PUBLISHED = "transfo-xl/transfo-xl-wt103"
 
 # Each page by itself, in a folder of its own; imports are paid for once. A block of text behind a block of Python is

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 RESULTS = Path(__file__).parents[2] / "examples" / "results"
-STUDIES = ("reading", "memory_length", "statistics", "parts", "schedules")
-CHARACTERS = ("wikipedia-long", "warandpeace")
+STUDIES = ("reading", "memory_length", "long_memory", "statistics", "parts", "schedules")
+CHARACTERS = ("wikipedia-long", "warandpeace", "characters")
 # What makes runs the same but for their seed.
 KEYS = ("text", "contender", "kind", "reading", "model", "memory_length", "streams")
 
