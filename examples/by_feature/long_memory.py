@@ -95,7 +95,9 @@ def attend(inputs: attention.AttentionInputs, trained: int | None) -> tuple[Tens
     """The scaled scores of queries that see more than `trained` keys; with None a sink."""
     K, n = inputs.key.shape[2], inputs.query.shape[2]
     query = attention.add_bias(inputs.query, inputs.content_bias) * inputs.scaling
-    scores = query @ inputs.key.transpose(-1, -2) + attention.position_scores(inputs)
+    by_distance = attention.position_scores(inputs)
+    assert by_distance is not None
+    scores = query @ inputs.key.transpose(-1, -2) + by_distance
     if trained is not None:
         keys = torch.arange(K - n + 1, K + 1, dtype=scores.dtype)
         scores = scores * (keys.log() / math.log(trained)).clamp(min=1)[:, None]
@@ -155,19 +157,19 @@ def draw(source: Path, path: Path):
             for row in rows
             if row["text"] == text
         }
-        for color, reading in zip(
-            ("C3", "C1", "C0"), ("recipe", "recipe, clamp_len", "recipe, decay_len"), strict=True
-        ):
-            name = {"recipe": "as trained", "recipe, clamp_len": f"clamp_len={M}"}.get(reading, f"decay_len={M + L}")
-            for seed in dict.fromkeys(key[1] for key in losses):
-                at_training = losses["recipe", seed, 1.0]
-                points = sorted(
-                    (key[2], math.exp(nll - at_training))
-                    for key, nll in losses.items()
-                    if key[:2] == (reading, seed) and key[2] >= 1
-                )
-                axis.plot(*zip(*points, strict=True), color=color, marker="o", alpha=0.7, label=name)
-                name = None
+        shown = {
+            "recipe": "as trained",
+            "recipe, clamp_len": f"clamp_len={M}",
+            "recipe, decay_len": f"decay_len={M + L}",
+        }
+        for color, reading in zip(("C3", "C1", "C0"), shown, strict=True):
+            for number, seed in enumerate(dict.fromkeys(seed for _, seed, _ in losses)):
+                own = {times: nll for (name, of, times), nll in losses.items() if (name, of) == (reading, seed)}
+                points = [
+                    (times, math.exp(own[times] - losses["recipe", seed, 1.0])) for times in sorted(own) if times >= 1
+                ]
+                label = shown[reading] if number == 0 else None
+                axis.plot(*zip(*points, strict=True), color=color, marker="o", alpha=0.7, label=label)
         axis.set(xscale="log", xlabel=f"memory length, as a multiple of training's {M}", title=text)
         ticks = sorted({key[2] for key in losses} - {0.0})
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -508,8 +508,8 @@ def plot(curves: list[dict[str, str]], output: Path):
     points: dict[tuple[str, str], dict[int, list[float]]] = {}
     for row in curves:
         if row["protocol"] == protocol(ROWS[row["row"]]):
-            lengths = points.setdefault((row["text"], row["row"]), {})
-            lengths.setdefault(int(row["length"]), []).append(float(row["perplexity"]))
+            by_length = points.setdefault((row["text"], row["row"]), {})
+            by_length.setdefault(int(row["length"]), []).append(float(row["perplexity"]))
     for text in dict.fromkeys(text for text, _ in points):
         panels = {"sentences shuffled": CONTROL} if SHUFFLED in text else PANELS
         found = {title: [name for name in names if (text, name) in points] for title, names in panels.items()}
