@@ -221,8 +221,8 @@ def _attend(
 
 
 def _to_be_read(states: Tensor, L: int, single: bool) -> Tensor:
-    """States, (n, K, Dh), in a layout for products: a head's rows or columns contiguous where oneDNN multiplies, or
-    where several tiles read them. For a single tile, the copy takes longer than reading strided states."""
+    """States, (n, K, Dh), copied to be contiguous if oneDNN multiplies them (`single`) or several tiles read them; one
+    tile reads them strided, because a copy takes longer."""
     copied = (single or L > TILE_QUERIES) and not (states[0].is_contiguous() or states[0].t().is_contiguous())
     return states.contiguous() if copied else states
 

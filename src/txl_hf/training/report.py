@@ -28,7 +28,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of the backend.
 
 LOG, PLOT, BEST = "log.jsonl", "training.png", "best"
-# File beside the best model: its step, its validation loss, and `score_of` that loss.
+# File beside the best model: its step, its validation loss, and the text and settings of that loss.
 BEST_SCORE = "best.json"
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 # Seconds of steps that are timed to predict the whole time; of a short run a tenth is enough.

@@ -230,7 +230,7 @@ class Gradients:
             self.products = ProductWeights(self.weights, forward.model.config, dtype)
 
     def begin(self) -> None:
-        """Zero the gradients of earlier steps, which are not the `grad` of a weight any more."""
+        """Zero each place that is no weight's `grad` now, because it holds an old gradient."""
         pairs = zip(self.weights.values(), self.places, strict=True)
         if forgotten := [place for weight, place in pairs if weight.grad is not place]:
             torch._foreach_zero_(forgotten)

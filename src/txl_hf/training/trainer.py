@@ -303,7 +303,7 @@ class TransfoXLTrainer(Trainer):
         return self._checked(super().get_test_dataloader(self._apart(test_dataset)), test_dataset, "test_dataset")
 
     def _apart(self, dataset):
-        """A data set for an evaluation; if it is the training's, a copy at the first epoch, to keep its position."""
+        """A data set to evaluate; of the training's, a copy at the first epoch, because reading it moves it."""
         return copy.copy(dataset) if dataset is not None and dataset is self.train_dataset else dataset
 
     def _checked(self, loader: DataLoader, dataset, name: str) -> DataLoader:

@@ -450,7 +450,7 @@ def targets_of(
                 )
     if attention_mask is None:
         return targets, targets
-    return targets, without_padding(targets, attention_mask, targets.shape[1] + (shift_labels is None))
+    return targets, without_padding(targets, attention_mask, targets.shape[1] + int(shift_labels is None))
 
 
 def check_targets(name: str, given: Tensor, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> bool:

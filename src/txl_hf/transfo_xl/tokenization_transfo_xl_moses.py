@@ -187,11 +187,12 @@ INNER_STOPS = [
         _MARK,
     ),
 ]
-# … or a known abbreviation, or before lower case.
+# A known abbreviation keeps its full stop.
 _ABBREVIATIONS = "".join(
     rf"(?<!(?<![{_WORD}])(?:{'|'.join(map(re.escape, group))})\.)" for group in _by_length(_PREFIXES)
 )
 _BEFORE_NUMBER = "|".join(_NUMERIC_PREFIXES.split())
+# A full stop before lower case stays, too.
 _FULL_STOPS = [
     *INNER_STOPS,
     (
