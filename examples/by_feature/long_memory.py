@@ -54,6 +54,7 @@ from collections import Counter
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from txl_hf import TokenStream, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.transfo_xl import attention_transfo_xl as attention
@@ -87,8 +88,8 @@ def read(options) -> tuple[dict[str, Tensor], int]:
     found = words if options.text == "words" else sorted({*texts["train"], *texts["test"]})
     ids = {symbol: index for index, symbol in enumerate(found)}
     # A word that the training text lacks counts as its rarest one.
-    read = {name: torch.tensor([ids.get(symbol, len(ids) - 1) for symbol in text]) for name, text in texts.items()}
-    return read, len(ids)
+    numbers = {name: torch.tensor([ids.get(symbol, len(ids) - 1) for symbol in text]) for name, text in texts.items()}
+    return numbers, len(ids)
 
 
 def attend(inputs: attention.AttentionInputs, trained: int | None) -> tuple[Tensor, Tensor]:
@@ -123,11 +124,13 @@ def train(model: TransfoXLForCausalLM, ids: Tensor, contender: str, options, see
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     memory: dict = {}
     model.train()
-    for step in range(options.steps):
-        place = step % stream.steps
-        memory = {} if place == 0 else memory
-        items = [stream[place * rows + row] for row in range(rows)]
-        batch = {name: torch.stack([item[name] for item in items]) for name in items[0]}
+    # A generator of its own, because a loader draws a seed at each pass, which would move the draws of dropout.
+    loader = DataLoader(stream, batch_size=rows, generator=torch.Generator())
+    for step, batch in zip(
+        range(options.steps), itertools.chain.from_iterable(itertools.repeat(loader)), strict=False
+    ):
+        # The text begins anew.
+        memory = {} if step % stream.steps == 0 else memory
         if contender == "drawn":
             memory = latest_states(memory, int(chance.integers(1, M + 1)))
         if contender == "clamped":
