@@ -25,6 +25,9 @@ its probabilities; one that does not is not timed, and the program fails when th
     legacy                transformers 4.35.2, in the interpreter that --peer-python names; fp32 (TF32 on a GPU)
     legacy-autocast       the same under autocast, where that works
     gpt2                  what a user would pick instead: GPT-2 of the same size with SDPA; no memory in training
+    x-transformers        lucidrains' decoder of the same size with memory (T5's relative bias, pre-norm, GELU), where
+                          it is installed and there are no cutoffs
+    x-transformers-rotary the same with rotary positions and fused attention
     floor                 our layers with plain causal SDPA: absolute positions, no relative term
 
 A turn is an optimiser step (forward, backward, clipping, step), a segment, or `generate`; on a GPU several, after
@@ -41,7 +44,9 @@ import tempfile
 import time
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import harness
 
@@ -111,9 +116,10 @@ DROPOUT = {
 REFERENCE = "ours-eager"
 # Contenders that compute in another type than the rest of their run.
 TYPES = {"ours-bf16": "bf16", "ours-int8": "int8"}
+X_TRANSFORMERS = ["x-transformers", "x-transformers-rotary"]
 CPU = {
-    "train": ["ours", "ours-eager", "legacy", "gpt2", "floor"],
-    "evaluate": ["ours", "ours-step", "ours-mems", "ours-eager", "legacy", "floor"],
+    "train": ["ours", "ours-eager", "legacy", "gpt2", *X_TRANSFORMERS, "floor"],
+    "evaluate": ["ours", "ours-step", "ours-mems", "ours-eager", "legacy", *X_TRANSFORMERS, "floor"],
     "decode": ["ours", "ours-eager", "legacy", "gpt2", "floor"],
 }
 BACKENDS = ["ours", "ours-sdpa", "ours-txl_triton", "ours-flex_attention"]
@@ -128,9 +134,10 @@ CUDA = {
         "legacy",
         "legacy-autocast",
         "gpt2",
+        *X_TRANSFORMERS,
         "floor",
     ],
-    "evaluate": [*BACKENDS, "ours-step", "ours-mems", "ours-eager", "legacy", "floor"],
+    "evaluate": [*BACKENDS, "ours-step", "ours-mems", "ours-eager", "legacy", *X_TRANSFORMERS, "floor"],
     "decode": ["ours", "ours-static", "ours-eager", "legacy", "gpt2", "floor"],
 }
 
@@ -209,6 +216,12 @@ SMOKE = {
     "smoke-train": Workload("train", "smoke", 8, 8, 2),
     "smoke-evaluate": Workload("evaluate", "smoke", 8, 8, 2),
     "smoke-decode": Workload("decode", "smoke", 8, 32),
+}
+# The module that a contender's process needs, by the beginning of its name; for ours `txl_hf.evaluation.reading`.
+LIBRARIES = {
+    "legacy": "transformers.models.transfo_xl.modeling_transfo_xl",
+    "gpt2": "transformers.models.gpt2.modeling_gpt2",
+    "x": "x_transformers",
 }
 # The legacy model decodes a quarter of the tokens: they all cost the same.
 LEGACY_SHARE = 4
@@ -317,12 +330,13 @@ def chosen_contenders(workload: Workload, arguments: argparse.Namespace) -> list
     if arguments.contenders:
         return arguments.contenders
     names = (CPU if arguments.device == "cpu" else CUDA)[workload.task]
-    # GPT-2 has no adaptive softmax: with a large vocabulary it is another model.
+    # Without an adaptive softmax, as GPT-2 and x-transformers are, a large vocabulary makes another model.
     return [
         name
         for name in names
         if (arguments.peer_python or not name.startswith("legacy"))
-        and (name != "gpt2" or not workload.config["cutoffs"])
+        and (name not in ("gpt2", *X_TRANSFORMERS) or not workload.config["cutoffs"])
+        and (name not in X_TRANSFORMERS or find_spec("x_transformers"))
         and (name != "floor" or not workload.trained)
     ]
 
@@ -409,7 +423,7 @@ def gate(task: str, checks: dict[str, dict], dtype: str) -> tuple[dict[str, floa
         sys.exit("error: without ours-eager there is nothing to compare with")
     reference, differences, wrong = checks[REFERENCE], {}, {}
     for name, found in checks.items():
-        if name in ("gpt2", "floor"):
+        if name in ("gpt2", "floor", *X_TRANSFORMERS):
             continue
         kind = TYPES.get(name, dtype)
         tolerance = TOLERANCE.get(kind, COARSE)[task]
@@ -464,7 +478,7 @@ def speed(answers: list[dict], legacy: list[dict] | None) -> dict:
 def utilisation(workload: Workload, contender: str, shares: list[float], rate: float, peak: float) -> dict:
     """Least operations of the model, whatever the contender computes, and their share of the measured peak."""
     config, memory = workload.config, workload.memory
-    relative = contender not in ("gpt2", "floor")
+    relative = contender.startswith(("ours", "legacy"))
     if contender == "gpt2" and workload.task == "train":
         memory = 0
     segment = 1 if workload.task == "decode" else workload.segment
@@ -486,8 +500,7 @@ def work(contender: str, name: str, folder: str, arguments: argparse.Namespace):
     workload, device, kind = (WORKLOADS | SMOKE)[name], arguments.device, contender.partition("-")[0]
     transformers.utils.logging.set_verbosity_error()
     # Before the memory is looked at, because libraries are no part of a model.
-    family = {"legacy": "transfo_xl", "gpt2": "gpt2"}.get(kind)
-    import_module(f"transformers.models.{family}.modeling_{family}" if family else "txl_hf.evaluation.reading")
+    import_module(LIBRARIES.get(kind, "txl_hf.evaluation.reading"))
     before = harness.resident_mib() if device == "cpu" else 0.0
     task = begin(contender, workload, folder, arguments)
     steps, first_steps, warm = STEPS[device][workload.task], WARM_UP[device], False
@@ -563,6 +576,8 @@ def load(contender: str, workload: Workload, folder: str, arguments: argparse.Na
         return TransfoXLLMHeadModel.from_pretrained(folder).to(arguments.device)
     if contender == "gpt2":
         model = gpt2(config, workload.memory + workload.segment)
+    elif contender in X_TRANSFORMERS:
+        model = x_transformers(config, workload, rotary=contender.endswith("rotary"))
     elif contender == "floor":
         model = floor(config)
         if workload.sampled:
@@ -596,6 +611,36 @@ def gpt2(config: dict, positions: int):
     return GPT2LMHeadModel(
         GPT2Config(n_layer=config["n_layer"], n_positions=positions, **sizes, **dropout, **tokens),
     )
+
+
+def x_transformers(config: dict, workload: Workload, rotary: bool):
+    """x-transformers' decoder with memory, called as ours is; its softmax is a table of its own, not the input's."""
+    import torch
+    from x_transformers import Decoder, TransformerWrapper
+
+    class Remembering(torch.nn.Module):
+        def __init__(self, wrapper):
+            super().__init__()
+            self.wrapper = wrapper
+
+        def forward(self, ids, mems=None, labels=None):
+            logits, mems = self.wrapper(ids, mems=mems, return_mems=True)
+            losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none")
+            return SimpleNamespace(mems=mems, losses=losses)
+
+    positions = {"rotary_pos_emb": True, "attn_flash": True} if rotary else {"rel_pos_bias": True}
+    dropout = {"attn_dropout": 0.0, "ff_dropout": config["dropout"], "layer_dropout": 0.0}
+    layers = Decoder(
+        dim=config["d_model"],
+        depth=config["n_layer"],
+        heads=config["n_head"],
+        attn_dim_head=config["d_head"],
+        ff_mult=config["d_inner"] / config["d_model"],
+        **positions,
+        **dropout,
+    )
+    lengths = {"max_seq_len": workload.segment, "max_mem_len": workload.memory}
+    return Remembering(TransformerWrapper(num_tokens=config["vocab_size"], attn_layers=layers, **lengths))
 
 
 def floor(config: dict):
@@ -713,7 +758,7 @@ class Evaluate:
         self.model, self.ids, self.workload = model.eval(), ids, workload
         self.count, self.past, self.reader = 0, {}, None
         # The others have their memory as states.
-        self.cached = contender not in ("ours-mems", "ours-eager") and not contender.startswith("legacy")
+        self.cached = contender not in ("ours-mems", "ours-eager", *X_TRANSFORMERS) and contender != "legacy"
         self.together = 1
         if self.cached and contender != "ours-step":
             from txl_hf.evaluation.reading import TOKENS_AT_ONCE
