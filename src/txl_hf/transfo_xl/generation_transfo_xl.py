@@ -1,7 +1,5 @@
 """Methods that `generate` calls: inputs of each step with a memory, and faster steps on a CPU."""
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -62,6 +60,10 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 reason = "gradient checkpointing in training mode" if checkpointing else "mem_len=0"
                 raise ValueError(f"{reason} remembers no inputs_embeds from step to step: give generate input_ids")
             generation_config.use_cache = model_kwargs["use_cache"] = False
+        if generation_config.assistant_early_exit is not None:
+            raise ValueError(
+                "assistant_early_exit drafts with the first layers, but the memory is of all: give an assistant_model"
+            )
         if generation_config.is_assistant:
             # Dropped, because mems are states of the main model's layers, not of the assistant's.
             model_kwargs.pop("mems", None)
@@ -118,7 +120,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
         cache=None,
         **kwargs,
     ):
-        past_key_values = chosen_cache(past_key_values, cache)
+        # Without a cache `generate` takes mems for one, but each step reads the whole text.
+        past_key_values = chosen_cache(past_key_values, cache) if kwargs.get("use_cache", True) else None
         for name in ("tokenizer", "assistant_tokenizer"):
             # Dropped, because `generate`, which needs them itself, passes them to every call of the model too.
             kwargs.pop(name, None)
@@ -269,45 +272,10 @@ class TransfoXLGenerationMixin(GenerationMixin):
         criteria.append(_StopStrings(tokenizer, strings))
         return criteria
 
-    def _get_candidate_generator(self, generation_config, *args, **kwargs):
-        samples = generation_config.do_sample and kwargs.get("assistant_tokenizer") is not None
-        if samples and isinstance(kwargs.get("assistant_model"), TransfoXLGenerationMixin):
-            raise ValueError(
-                "do_sample=True with an assistant_tokenizer cuts the assistant's softmax down to the tokens of both "
-                "vocabularies, and an adaptive softmax is not cut: use do_sample=False, or an assistant with the "
-                "model's tokenizer"
-            )
-        model = self
-        if (exit_at := generation_config.assistant_early_exit) is not None:
-            model = self._without_late_layers(exit_at)
-        return GenerationMixin._get_candidate_generator(model, generation_config, *args, **kwargs)
-
-    def _without_late_layers(self, n_layer: int) -> "TransfoXLGenerationMixin":
-        """A model of the first layers, which shares the parameters and has a configuration of its own: transformers
-        writes the number of layers into the configuration of the assistant of an early exit."""
-        if isinstance(n_layer, bool) or not isinstance(n_layer, int) or not 1 <= n_layer < self.config.n_layer:
-            raise ValueError(
-                f"assistant_early_exit={n_layer!r} must be from 1 to n_layer - 1 = {self.config.n_layer - 1}"
-            )
-        config = copy.copy(self.config)
-        config.n_layer = n_layer
-        model, body = copy.copy(self), copy.copy(self.transformer)
-        for copied, parts in ((body, {"layers": self.transformer.layers[:n_layer]}), (model, {"transformer": body})):
-            copied._modules = copied._modules | parts
-            copied.config = config
-        return model
-
     def _expand_inputs_for_generation(self, expand_size=1, **kwargs):
         if kwargs.get("mems") is not None:
             kwargs["mems"] = tuple(states.repeat_interleave(expand_size, dim=0) for states in kwargs["mems"])
         return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)
-
-    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **kwargs):
-        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
-        # No mems, because `generate` would take them for a cache; without one each step reads the whole text.
-        if not isinstance(model_kwargs.get(CACHE_NAME), Cache):
-            model_kwargs.pop(CACHE_NAME, None)
-        return model_kwargs
 
 
 class _StopStrings(StopStringCriteria):
