@@ -4,6 +4,8 @@ import argparse
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -83,6 +85,16 @@ def test_an_interrupt_that_became_an_error_ends_as_one(error):
     with pytest.raises(SystemExit) as end, one_line_errors():
         wait()
     assert end.value.code == "stopped"
+
+
+def test_a_reader_that_ends_ends_the_command_in_silence():
+    """`txl-generate … | head -1`; standard output is a pipe that nobody reads."""
+    code = "from txl_hf.command_line import one_line_errors\nwith one_line_errors():\n    print('x', flush=True)"
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (process.returncode, process.stderr) == (1, "")
 
 
 def test_what_a_user_cannot_mend_is_raised():

@@ -92,6 +92,10 @@ def one_line_errors() -> Iterator[None]:
         if _follows_interrupt(error):
             # datasets turns Ctrl-C in its processes into an error of its own.
             sys.exit("stopped")
+        if isinstance(error, BrokenPipeError):
+            # The program that reads the output has ended (`| head`). What is still in the buffer is discarded at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
         if isinstance(error, ModuleNotFoundError):
             sys.exit(f"error: {error.name} is not installed{_how_to_install(str(error.name))}")
         if isinstance(error, ValueError | OSError):
