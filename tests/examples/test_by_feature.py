@@ -43,6 +43,7 @@ SCRIPTS = [
     "saved_memory",
     "streaming_generation",
     "through_memory",
+    "trained_memory",
     "watch_agent",
 ]
 
@@ -116,6 +117,28 @@ def test_saved_memory(tmp_path):
     assert f"novel.safetensors has {size:,} bytes." in printed
     answers = re.findall(r"^> (def |class |import )$", printed, re.MULTILINE)
     assert answers == ["def ", "class ", "import "]
+
+
+def test_a_memory_is_trained_and_reading_behind_none_is_the_evaluation(script, checkpoint, tmp_path, capsys):
+    module, path = script("trained_memory"), tmp_path / "rows.csv"
+    (tmp_path / "text").write_text("abcdefghij,\n" * 100)
+    model, tokenizer = TransfoXLForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    with torch.no_grad():
+        # Of a new model's size, weights would make every text as likely, whatever the memory.
+        for weights in model.parameters():
+            weights.mul_(8)
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "model")
+    options = ["--model", str(tmp_path / "model"), "--text", str(tmp_path / "text"), "--output", str(path)]
+    options += ["--states", "8", "--steps", "30", "--segment_length", "16", "--memory_length", "0", "24"]
+    module.main(options)
+    with path.open() as file:
+        nats = {(row["memory"], int(row["memory_length"])): float(row["nats"]) for row in csv.DictReader(file)}
+    assert nats["trained + read", 0] < nats["read", 0] - 0.005
+    ids = tokenizer((tmp_path / "text").read_text())["input_ids"]
+    for length in (0, 24):
+        expected = evaluate_language_model(model, ids[len(ids) * 9 // 10 :], 16, length).nll
+        assert nats["read", length] == pytest.approx(expected, abs=1e-3)
 
 
 def test_prompts_are_answered_from_a_text_that_was_read_once(script, checkpoint, tmp_path, monkeypatch, capsys):
