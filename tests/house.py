@@ -41,10 +41,10 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (22_986, 17_500),
+    "lines installed": (22_978, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
-    "lines of the Hub set": (6_229, 5_200),
+    "lines of the Hub set": (6_221, 5_200),
     "functions of a forward": (60, 60),
     "modules of a forward": (8, 8),
     "lines of a forward": (1_133, 1_000),

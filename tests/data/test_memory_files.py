@@ -162,6 +162,15 @@ def test_an_evaluation_with_a_shorter_memory_goes_on_from_the_latest_states(make
 # --- whose it is -----------------------------------------------------------------------------------------------------
 
 
+def test_the_memory_of_another_decay_is_refused(make_model, make_ids, tmp_path):
+    """States depend on it, and no argument of a call replaces it."""
+    model, ids = make_model(decay_len=4), make_ids(1, 9)
+    txl_hf.save_memory(tmp_path / "memory", model, model(ids))
+    model.config.decay_len = -1
+    with pytest.raises(ValueError, match="with the fingerprint"):
+        txl_hf.load_memory(tmp_path / "memory", model)
+
+
 def test_another_models_memory_is_refused_and_both_are_named(make_model, make_ids, tmp_path):
     model = make_model()
     model.save_pretrained(tmp_path / "reader")

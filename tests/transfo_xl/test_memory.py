@@ -900,9 +900,8 @@ def test_memory_lengths_change_after_training(make_model, make_ids):
         assert model(ids).mems[0].shape[1] == 6
         model.reset_memory_length(11)
         assert model(ids).mems[0].shape[1] == 11
-        # What transformers calls it: the memory and the query's own key.
-        model.config.sliding_window = 8
-        assert model(ids).mems[0].shape[1] == 7
+        # The name of transformers: the memory and the query's own key.
+        assert model.config.sliding_window == 12
         model.reset_memory_length(0)
         output = model(ids, use_cache=True)
         assert output.mems is None and output.past_key_values is None

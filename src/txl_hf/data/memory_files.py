@@ -33,10 +33,10 @@ from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 FORMAT = "1"
 CACHES: dict[str, Any] = {kind.__name__: kind for kind in (MemoryCache, StaticMemoryCache)}
 # Configuration fields that the states of a text depend on. Sizes are left out, because the weights' shapes show them,
-# and lengths, because each call may choose them.
+# and the lengths that each call may choose.
 FIELDS = (
     *("attn_type", "n_head", "d_head", "pre_lnorm", "layer_norm_epsilon"),
-    *("same_length_counts_self", "mlp_output_relu", "initial_memory"),
+    *("same_length_counts_self", "mlp_output_relu", "initial_memory", "decay_len"),
 )
 
 

@@ -376,10 +376,6 @@ class TransfoXLConfig(PreTrainedConfig):
         """The window of transformers' sliding cache layers: M keys of the memory and the query's own."""
         return self.mem_len + 1
 
-    @sliding_window.setter
-    def sliding_window(self, value: int):
-        self.mem_len = value - 1
-
     @property
     def layer_types(self) -> list[str]:
         """Every layer's projected memory is a sliding window."""

@@ -29,7 +29,7 @@ from .cache_transfo_xl import (
 )
 from .configuration_transfo_xl import TransfoXLConfig
 from .masks_transfo_xl import DOCUMENT_KEYWORDS, PACKED_KEYWORDS, check_inputs, packed_starts, zeros_in_front
-from .memory_transfo_xl import MemoryLengths, check_one_memory, fill_lengths, split_mask
+from .memory_transfo_xl import MemoryLengths, check_one_memory, split_mask
 
 
 class TransfoXLGenerationMixin(GenerationMixin):
@@ -107,7 +107,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 cache.activate_past_recording()
 
     def _mem_len(self, lengths: MemoryLengths | None) -> int:
-        return (self.config if lengths is None else fill_lengths(lengths, self.config)).mem_len
+        return (self.config if lengths is None else MemoryLengths.of(lengths, self.config)).mem_len
 
     def prepare_inputs_for_generation(
         self,

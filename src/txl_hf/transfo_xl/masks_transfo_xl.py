@@ -95,6 +95,11 @@ def drop_idle_mask(mask: Tensor | None) -> Tensor | None:
     return None if mask is not None and can_look(mask) and bool(mask.all()) else mask
 
 
+def real_tokens(attention_mask: Tensor, length: int) -> Tensor:
+    """(B, n ≤ length) bool: which of the last `length` tokens a mask of the segment, or of more, marks as real."""
+    return attention_mask[:, -length:] != 0
+
+
 def packed_starts(
     shape: tuple[int, int],
     device: torch.device,
@@ -126,7 +131,7 @@ def packed_starts(
     real = last = None
     # A mask of another shape is ignored, because `Segment.open` refuses it.
     if attention_mask is not None and attention_mask[..., -shape[1] :].shape == shape:
-        real = attention_mask[:, -shape[1] :].to(device) != 0
+        real = real_tokens(attention_mask, shape[1]).to(device)
         places = torch.arange(shape[1], device=device)
         # For each token except the first: the place of the last real token before it, or -1 where there is none.
         last = torch.where(real, places, -1).cummax(dim=1).values[:, :-1]
@@ -244,7 +249,7 @@ def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_leng
     output is unused. With n = L - 1, each is the next position's token, and -100 also where that is padding."""
     if attention_mask is None or attention_mask.dim() != 2:
         return targets
-    real, length = attention_mask[:, -segment_length:] != 0, targets.shape[1]
+    real, length = real_tokens(attention_mask, segment_length), targets.shape[1]
     if real.shape != (targets.shape[0], segment_length):
         # `Segment.open` raises an error for this mask.
         return targets

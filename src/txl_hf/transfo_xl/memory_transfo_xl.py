@@ -79,27 +79,18 @@ class MemoryLengths:
         """The lengths of a call of a model: these, and the configuration's for those that are None.
 
         Raises:
-            ValueError: a length is negative, or the model's positions allow no memory.
+            ValueError: `self` has another type, a length is negative, or the model's positions allow no memory.
         """
+        # By name, because a copy of the class may have come with the weights.
+        if type(self).__name__ != MemoryLengths.__name__:
+            raise ValueError(
+                f"lengths must be a txl_hf.MemoryLengths, not a {type(self).__name__}; a column of that name in a "
+                "data set is given to the model as it is: rename it, or remove it"
+            )
         given = {name: getattr(self, name) for name in ("mem_len", "ext_len", "clamp_len", "same_length")}
         filled: Any = MemoryLengths(**{k: getattr(config, k) if v is None else v for k, v in given.items()})
         config.check_lengths(mem_len=filled.mem_len, ext_len=filled.ext_len)
         return filled
-
-
-def fill_lengths(lengths: MemoryLengths, config: TransfoXLConfig) -> FilledLengths:
-    """The lengths of a call with this argument.
-
-    Raises:
-        ValueError: the argument has another type; and as in `MemoryLengths.of`.
-    """
-    # By name, because a copy of the class may have come with the weights.
-    if type(lengths).__name__ != MemoryLengths.__name__:
-        raise ValueError(
-            f"lengths must be a txl_hf.MemoryLengths, not a {type(lengths).__name__}; a column of that name in a data "
-            "set is given to the model as it is: rename it, or remove it"
-        )
-    return lengths.of(config)
 
 
 @dataclass(frozen=True)

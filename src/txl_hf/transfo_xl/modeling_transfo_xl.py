@@ -52,8 +52,8 @@ from .cache_transfo_xl import (
 from .configuration_transfo_xl import TransfoXLConfig
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .layout_transfo_xl import TransfoXLLayoutModel
-from .masks_transfo_xl import DOCUMENT_KEYWORDS, check_inputs, find_resets
-from .memory_transfo_xl import FilledLengths, MemoryLengths, Segment, fill_lengths, hide_states, initial_memory
+from .masks_transfo_xl import DOCUMENT_KEYWORDS, check_inputs, find_resets, real_tokens
+from .memory_transfo_xl import FilledLengths, MemoryLengths, Segment, hide_states, initial_memory
 from .positions_transfo_xl import Distances
 
 logger = logging.get_logger(__name__)
@@ -572,7 +572,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         keywords: dict[str, Any] = {**kwargs}
         check_inputs(keywords, **tensors, mems=mems, mems_mask=mems_mask, resets=resets)
         # The configuration has the fields of `MemoryLengths`.
-        filled: FilledLengths = self.config if lengths is None else fill_lengths(lengths, self.config)
+        filled: FilledLengths = self.config if lengths is None else MemoryLengths.of(lengths, self.config)
         positions = self.positions
         embeds = self._embed(input_ids, inputs_embeds)
         if use_cache or cache is not None:
@@ -918,7 +918,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         """The last real token's scores, (B, num_labels) of (B, L, num_labels), NaN where a row has none."""
         segment_length = scores.shape[1]
         if attention_mask is not None:
-            real = attention_mask[:, -segment_length:] != 0
+            real = real_tokens(attention_mask, segment_length)
         elif self.config.pad_token_id is not None and input_ids is not None:
             real = input_ids != self.config.pad_token_id
         else:
