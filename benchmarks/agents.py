@@ -19,10 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import gymnasium
+
 import harness
 
 SCRIPT = Path(__file__).resolve()
-EXAMPLES = SCRIPT.parents[1] / "examples" / "by_feature"
 TASK, EPISODE = "repeat_previous_medium", 103
 # Options of memory_agent.py, with their names in ppo_trxl.py.
 SIZES = {
@@ -45,26 +46,22 @@ def main(given: list[str] | None = None):
         harness.prepare(arguments)
         return {"ours": play_ours, "cleanrl": play_theirs}[arguments.worker](arguments)
     harness.complete(arguments)
-    import gymnasium
-
-    origin = harness.origin("cpu", "fp32", arguments.threads) | harness.versions()
     sizes = {name: getattr(arguments, name) for name in SIZES}
+    origin = harness.origin("cpu", "fp32", arguments.threads) | harness.versions()
     origin |= {"gymnasium": gymnasium.__version__, "task": TASK} | sizes
-    given = [f"--{name}={value}" for name, value in sizes.items()]
-    command = [sys.executable, str(SCRIPT), f"--threads={arguments.threads}", *given, "--cleanrl"]
-    command += [str(arguments.cleanrl.resolve()), "--worker"]
-    contenders = {name: harness.Contender([*command, name]) for name in ("ours", "cleanrl")}
+    given = {"threads": arguments.threads, "cleanrl": arguments.cleanrl.resolve(), **sizes}
+    command = [sys.executable, str(SCRIPT), *(f"--{name}={value}" for name, value in given.items())]
+    contenders = {name: harness.Contender([*command, "--worker", name]) for name in ("ours", "cleanrl")}
     harness.ask_all(contenders, "turn")
     turns = harness.take_turns(contenders, arguments.seconds, *arguments.repeats)
     for contender in contenders.values():
         contender.stop()
-    rows = [{"contender": name} | summary(answers, arguments) for name, answers in turns.items()]
-    harness.append(arguments.output, [origin | row for row in rows])
-
-
-def summary(answers: list[dict], arguments: argparse.Namespace) -> dict[str, float]:
-    row: dict[str, float] = {"repeats": len(answers), "load": round(os.getloadavg()[0], 1)}
     steps = arguments.num_envs * arguments.window
+    harness.append(arguments.output, [origin | {"contender": name} | summary(turns[name], steps) for name in turns])
+
+
+def summary(answers: list[dict], steps: int) -> dict[str, float]:
+    row: dict[str, float] = {"repeats": len(answers), "load": round(os.getloadavg()[0], 1)}
     for part in answers[0]:
         seconds, processor = (harness.quantiles(list(each)) for each in zip(*(a[part] for a in answers), strict=True))
         rates = {f"{part}_steps_per_second_p{p}": steps / s for p, s in zip((80, 50, 20), seconds, strict=True)}
@@ -74,27 +71,21 @@ def summary(answers: list[dict], arguments: argparse.Namespace) -> dict[str, flo
     return row
 
 
-# ---- contenders -------------------------------------------------------------------------------------------------
-
-
-Marks = list[tuple[float, float]]
-
-
-def mark(marks: Marks):
+def mark(marks: list[tuple[float, float]]):
     marks.append((time.perf_counter(), time.process_time()))
 
 
-def answer(marks: Marks) -> dict[str, list[float]]:
+def answer(marks: list[tuple[float, float]]) -> dict[str, list[float]]:
     """Seconds of the clock and of the processor, from marks at the beginning and behind each of the two parts."""
     parts = zip(("rollout", "learning"), marks, marks[1:], strict=False)
     return {part: [end[0] - start[0], end[1] - start[1]] for part, start, end in parts}
 
 
 def play_ours(arguments: argparse.Namespace):
-    sys.path.insert(0, str(EXAMPLES))
+    sys.path.insert(0, str(SCRIPT.parents[1] / "examples" / "by_feature"))
     from memory_agent import PARSER, Run
 
-    marks: Marks = []
+    marks: list[tuple[float, float]] = []
 
     class Timed(Run):
         def advantages(self, *given):
@@ -120,23 +111,22 @@ def play_ours(arguments: argparse.Namespace):
 def play_theirs(arguments: argparse.Namespace):
     """Their script is one loop, and its only calls of `reversed`, for the advantages, and of `print`, at the end of an
     iteration, say where that is: they are given to it as names of its module."""
-    import gymnasium
     from popgym.envs.repeat_previous import RepeatPreviousMedium
 
     def make(render_mode=None):
         return gymnasium.wrappers.FlattenObservation(RepeatPreviousMedium())
 
     gymnasium.register("RepeatPrevious-v0", entry_point=make, max_episode_steps=EPISODE)
-    marks: Marks = []
-
-    def begin_advantages(steps: range):
-        mark(marks)
-        return reversed(steps)
+    marks: list[tuple[float, float]] = []
 
     def begin_iteration():
         sys.stdin.readline()
         marks.clear()
         mark(marks)
+
+    def begin_advantages(steps: range):
+        mark(marks)
+        return reversed(steps)
 
     def end_iteration(*_):
         mark(marks)
@@ -144,9 +134,8 @@ def play_theirs(arguments: argparse.Namespace):
         begin_iteration()
 
     options = [f"--{theirs}={getattr(arguments, name)}" for name, (theirs, _) in SIZES.items()]
-    sys.argv = [str(arguments.cleanrl), "--env_id=RepeatPrevious-v0", "--no-cuda", *options]
+    sys.argv = [arguments.cleanrl.name, "--env_id=RepeatPrevious-v0", "--no-cuda", *options]
     sys.path.insert(0, str(arguments.cleanrl.parent))
-    # Whatever else prints would be taken for an answer.
     channel, sys.stdout = sys.stdout, sys.stderr
     hooks = {"print": end_iteration, "reversed": begin_advantages}
     with tempfile.TemporaryDirectory() as folder:

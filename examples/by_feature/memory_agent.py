@@ -15,7 +15,7 @@ Tasks of POPGym (`pip install popgym`) are `repeat_previous`, its easy one, `rep
 `repeat_previous_hard`, where the card of 3, 31 and 63 observations before is to be named; `count_recall`, how often a
 colour was dealt; `autoencode`, where 52 cards are to be named backwards; `position_cartpole`, CartPole without its
 velocities. `recall` needs no package. `--memory_length` counts the present observation: at least 4, 32, 64, 51 and 103
-for the first five. In all of them but CartPole a reward depends on one action alone: `--gamma 0` leaves out later ones.
+for the first five. In all of them but CartPole a reward depends on one action alone: `--gamma 0` ignores later ones.
 Tasks of MiniGrid (`pip install minigrid`), such as `MiniGrid-MemoryS7-v0`, ask at a corridor's end for the object that
 was seen at its beginning; of what the agent sees, 7 × 7 tiles, each is three vectors with a 1 in a place.
 
