@@ -806,6 +806,42 @@ def test_conformers_are_measured_after_they_are_equal(tmp_path, monkeypatch):
     assert not (tmp_path / "wrong.csv").exists()
 
 
+PPO_TRXL = """
+import sys, time
+import gymnasium
+
+if __name__ == "__main__":
+    options = dict(option.split("=") for option in sys.argv[1:] if "=" in option)
+    environment = gymnasium.make(options["--env_id"], render_mode="debug_rgb_array")
+    assert environment.reset()[0].shape == (4,) and options["--trxl_dim"] == "16" and options["--num_steps"] == "8"
+    while True:
+        time.sleep(0.2)
+        list(reversed(range(3)))
+        time.sleep(0.1)
+        print("an iteration")
+"""
+
+
+def test_agents_beside_a_loop_that_runs_as_it_is(forked, tmp_path):
+    """One that says where it is as CleanRL's does; it rolls out 0.2 s and learns 0.1 s."""
+    pytest.importorskip("popgym")
+    import agents
+
+    script, output = tmp_path / "ppo_trxl.py", tmp_path / "agents.csv"
+    script.write_text(PPO_TRXL)
+    sizes = ["--width", "16", "--num_envs", "4", "--window", "8", "--memory_length", "4"]
+    agents.main(["--smoke", *CPU, *sizes, "--cleanrl", str(script), "--output", str(output)])
+    rows = {row["contender"]: row for row in read(output)}
+    assert list(rows) == ["ours", "cleanrl"]
+    for row in rows.values():
+        for part in ("rollout", "learning"):
+            low, middle, high = (float(row[f"{part}_steps_per_second_p{p}"]) for p in (20, 50, 80))
+            assert 0 < low <= middle <= high and float(row[f"{part}_processor_ms"]) > 0
+    rollout, learning = (float(rows["cleanrl"][f"{part}_steps_per_second_p50"]) for part in ("rollout", "learning"))
+    assert 0 < rollout <= 32 / 0.2 and 0 < learning <= 32 / 0.1
+    assert float(rows["cleanrl"]["rollout_processor_ms"]) < 200, "it slept"
+
+
 def test_growth_and_its_exponents(tmp_path):
     import growth
 

@@ -15,7 +15,9 @@ Tasks of POPGym (`pip install popgym`) are `repeat_previous`, its easy one, `rep
 `repeat_previous_hard`, where the card of 3, 31 and 63 observations before is to be named; `count_recall`, how often a
 colour was dealt; `autoencode`, where 52 cards are to be named backwards; `position_cartpole`, CartPole without its
 velocities. `recall` needs no package. `--memory_length` counts the present observation: at least 4, 32, 64, 51 and 103
-for the first five. In all but CartPole a reward depends on one action alone: `--gamma 0` leaves out later ones.
+for the first five. In all of them but CartPole a reward depends on one action alone: `--gamma 0` ignores later ones.
+Tasks of MiniGrid (`pip install minigrid`), such as `MiniGrid-MemoryS7-v0`, ask at a corridor's end for the object that
+was seen at its beginning; of what the agent sees, 7 × 7 tiles, each is three vectors with a 1 in a place.
 
 Every `--block` updates all episodes begin anew, from seeds of their own, and a checkpoint is written: a run that
 goes on with `--resume` is the run that was not stopped. TensorBoard has the curves, and `--table` says how far a run
@@ -48,10 +50,14 @@ POPGYM = {
     "autoencode": ("autoencode", "AutoencodeEasy"),
     "position_cartpole": ("position_only_cartpole", "PositionOnlyCartPoleEasy"),
 }
+# Tasks of MiniGrid, by their ids.
+MINIGRID = [f"MiniGrid-Memory{size}-v0" for size in ("S7", "S9", "S11", "S13", "S13Random", "S17Random")]
+# What `--env` may be.
+TASKS = ["recall", *POPGYM, *MINIGRID]
 # No training has this seed.
 HELD_OUT = 2**31
 PARSER = common.Parser(__doc__)
-PARSER.add_argument("--env", choices=[*POPGYM, "recall"])
+PARSER.add_argument("--env", choices=TASKS)
 PARSER.add_argument("--memory", choices=MEMORIES, default=MEMORIES[0], help="(%(default)s)")
 PARSER.add_argument("--seed", type=int, default=1, help="(%(default)s)")
 PARSER.add_argument("--steps", type=at_least_one, default=100_000, help="of all environments together (%(default)s)")
@@ -201,11 +207,17 @@ class Environments:
 def make_environment(name: str):
     if name == "recall":
         return Recall()
-    module, kind = POPGYM[name]
+    owner = "MiniGrid" if name in MINIGRID else "POPGym"
     try:
+        if name in MINIGRID:
+            import gymnasium
+            from minigrid.wrappers import ImgObsWrapper, OneHotPartialObsWrapper
+
+            return ImgObsWrapper(OneHotPartialObsWrapper(gymnasium.make(name)))
+        module, kind = POPGYM[name]
         return getattr(importlib.import_module(f"popgym.envs.{module}"), kind)()
     except ImportError as error:
-        raise ValueError(f"--env {name} is POPGym's: pip install popgym ({error})") from None
+        raise ValueError(f"--env {name} is {owner}'s: pip install {owner.lower()} ({error})") from None
 
 
 # --- agents ----------------------------------------------------------------------------------------------------------
@@ -248,7 +260,8 @@ class TransformerMemory(AgentMemory):
 
     def forward(self, observations: Tensor, resets: Tensor, state: dict) -> tuple[Tensor, dict]:
         outputs = self.model(inputs_embeds=observations, resets=resets, **state)
-        return outputs.last_hidden_state, memory_of(outputs)
+        cache = outputs.past_key_values
+        return outputs.last_hidden_state, memory_of(outputs) if cache is None else {"past_key_values": cache}
 
     def rows(self, state: dict, rows: Tensor) -> dict:
         if not state:
@@ -440,10 +453,11 @@ class Run:
     @torch.no_grad()
     def play(self) -> tuple[Rollout, list[float]]:
         """A window of every environment, and the returns of episodes that ended in it."""
-        seen, returns, state = defaultdict(list), [], self.state  # (1) the one memory that the window begins with
+        seen, returns, start = defaultdict(list), [], self.state  # (1) the one memory that the window begins with
+        state = start | {"use_cache": True}  # A step reads it as keys and values, which are projected once.
         for _ in range(self.options.window):
             # (2) an observation that begins an episode forgets what was before.
-            policy, value, self.state = self.agent(self.observations[:, None], self.begins[:, None], self.state)
+            policy, value, state = self.agent(self.observations[:, None], self.begins[:, None], state)
             action = policy.sample()
             seen["observations"].append(self.observations)
             seen["resets"].append(self.begins)
@@ -453,10 +467,11 @@ class Run:
             self.observations, rewards, self.begins, ended = self.environments.step(action[:, 0])
             seen["rewards"].append(rewards)
             returns += [each for each in ended if each is not None]
-        _, following, _ = self.agent(self.observations[:, None], self.begins[:, None], self.state)
+        _, following, _ = self.agent(self.observations[:, None], self.begins[:, None], state)
         window = {name: torch.stack(parts, 1) for name, parts in seen.items()}
+        _, _, self.state = self.agent(window["observations"], window["resets"], start)
         advantages = self.advantages(window.pop("rewards"), window["values"], window["resets"], following[:, 0])
-        return Rollout(**window, advantages=advantages, state=state), returns
+        return Rollout(**window, advantages=advantages, state=start), returns
 
     def advantages(self, rewards: Tensor, values: Tensor, resets: Tensor, following: Tensor) -> Tensor:
         """Generalised advantage estimates (Schulman et al., 2016), (B, T)."""

@@ -15,7 +15,7 @@ from matplotlib.colors import LogNorm
 from transformers import AutoModelForTokenClassification
 
 import common
-from memory_agent import HELD_OUT, POPGYM, Environments
+from memory_agent import HELD_OUT, TASKS, Environments
 from txl_hf.command_line import new_path, one_line_errors
 from txl_hf.files import whole_file
 from txl_hf.transfo_xl.memory_transfo_xl import memory_of
@@ -37,7 +37,7 @@ def watch(agent, environments: Environments) -> tuple[torch.Tensor, float]:
 def main():
     parser = common.Parser(__doc__)
     parser.add_argument("--agent", type=Path, required=True, help="folder that memory_agent.py wrote")
-    parser.add_argument("--env", choices=[*POPGYM, "recall"], required=True)
+    parser.add_argument("--env", choices=TASKS, required=True)
     parser.add_argument("--output", type=new_path, required=True, metavar="PNG")
     options = parser.parse_args()
     with one_line_errors():

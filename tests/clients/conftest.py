@@ -13,6 +13,7 @@ CLIENTS = {
     "test_browser.py": (["onnx", "onnxruntime", "onnxscript"], ["chromium", "npm"]),
     "test_kernel.py": (["kernels", "triton"], []),
     "test_lm_eval.py": (["lm_eval"], []),
+    "test_minigrid.py": (["minigrid"], []),
     "test_midi_readers.py": (["miditok", "music21", "pretty_midi", "symusic"], []),
     "test_onnx.py": (["onnx", "onnxruntime", "onnxscript"], []),
     # What the others need that the page has blocks of.

@@ -994,12 +994,19 @@ def test_what_is_added_to_a_checkpoint_has_a_seed(script, monkeypatch, checkpoin
     assert len(script("classification").read(data)["train"]) == 16, "a text of spaces alone is none"
 
 
-def test_tasks_that_are_not_installed_are_named(script, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "popgym", None)
-    monkeypatch.setitem(sys.modules, "popgym.envs", None)
-    monkeypatch.setitem(sys.modules, "popgym.envs.repeat_previous", None)
-    said = refused(script, monkeypatch, "memory_agent", "--env", "repeat_previous", "--output", tmp_path / "agents")
-    assert "--env repeat_previous is POPGym's: pip install popgym" in said and list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(
+    ("task", "package", "message"),
+    [
+        ("repeat_previous", "popgym.envs.repeat_previous", "is POPGym's: pip install popgym"),
+        ("MiniGrid-MemoryS7-v0", "minigrid.wrappers", "is MiniGrid's: pip install minigrid"),
+    ],
+)
+def test_tasks_that_are_not_installed_are_named(script, tmp_path, monkeypatch, task, package, message):
+    parts = package.split(".")
+    for count in range(len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[: count + 1]), None)
+    said = refused(script, monkeypatch, "memory_agent", "--env", task, "--output", tmp_path / "agents")
+    assert f"--env {task} {message}" in said and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
