@@ -193,7 +193,8 @@ class ReferenceModel:
             if config.attn_type == 0:
 
                 def rel_key_of(h, distance, name=name):
-                    clamped = min(distance, config.clamp_len) if config.clamp_len > 0 else distance
+                    limits = [limit for limit in (config.clamp_len, config.decay_len) if limit > 0]
+                    clamped = min([distance, *limits])
                     projected = parameters[f"{name}.self_attn.r_proj.weight"] @ sinusoid(clamped, config.d_model)
                     return projected.view(H, Dh)[h]
 

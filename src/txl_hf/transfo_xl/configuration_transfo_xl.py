@@ -53,8 +53,8 @@ class TransfoXLConfig(PreTrainedConfig):
         decay_len (`int`, defaults to -1):
             The longest distance of training, `tgt_len + mem_len`, for memories that are longer afterwards: the weight
             of a key at a distance d beyond it is multiplied by (decay_len / d)² before the softmax normalises, so that
-            all further keys together weigh no more than `decay_len` keys at that distance. Not positive: no decay. For
-            `attn_type=0`.
+            all further keys together weigh no more than `decay_len` keys at that distance, whose position they share.
+            Not positive: no decay. For `attn_type=0`.
         same_length (`bool`, defaults to `True`):
             Every query sees the same number of keys, as many as the memory is long; otherwise it sees all of the
             memory and of the segment up to itself. `mem_len=0` sets no limit, because the number would be 0 (legacy

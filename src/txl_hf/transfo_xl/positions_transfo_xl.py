@@ -59,7 +59,7 @@ def decay_of_distances(key_length: int, config: Any, embeds: Tensor) -> Tensor |
 
     A key is thereby weighed by (decay_len / distance)². KERPLE (Chi et al., 2022, https://arxiv.org/abs/2205.09921)
     learns such scores from the first distance on. Here the distances of training have the score 0, so that no model
-    has to be trained with the decay.
+    has to be trained with the decay; those beyond have the position of `decay_len`, because their own were not trained.
     """
     if not (_is_symbol() or key_length - 1 > config.decay_len):
         return None
@@ -155,7 +155,10 @@ class RelativeSinusoids(Positions):
         config, dropout = model.config, model.position_dropout
         # Distances share no row under dropout, because it draws for each distance.
         draws = dropout.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1) > 0
-        decay = decay_of_distances(key_length, config, embeds) if config.decay_len > 0 else None
+        decay = None
+        if config.decay_len > 0:
+            decay = decay_of_distances(key_length, config, embeds)
+            clamp_len = min(clamp_len, config.decay_len) if clamp_len > 0 else config.decay_len
         shares = clamp_len > 0 and not draws and decay is None and not _is_symbol()
         length = min(key_length, clamp_len + 1) if shares else key_length
         shared = Distances(dropout(sinusoids_of_distances(length, embeds, clamp_len)), rel_bias=decay)
