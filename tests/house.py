@@ -41,7 +41,7 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (23_014, 17_500),
+    "lines installed": (22_795, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
     "lines of the Hub set": (6_261, 5_200),
@@ -50,7 +50,7 @@ LIMITS = {
     "lines of a forward": (1_133, 1_000),
     "lines of the longest module": (1_019, 1_050),
     "lines of the longest function": (60, 60),
-    "private methods of others overridden": (19, 15),
+    "private methods of others overridden": (16, 15),
     "assignments into other libraries": (0, 0),
     "docstrings that begin with What": (0, 5),
 }

@@ -7,7 +7,19 @@ from typing import Any, Literal
 from transformers import TrainingArguments
 
 from ..command_line import option
+from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 
+# Fields of the configuration that the text decides, or that do not affect training, which are no options.
+_OF_THE_TEXT = {"vocab_size", "eos_token_id", "adaptive", "sample_softmax", "tie_projs", "input_size", "output_logits"}
+CONFIG = {
+    entry.name: entry.default if entry.default is not dataclasses.MISSING else None
+    for entry in dataclasses.fields(TransfoXLConfig)
+    if entry.name in TransfoXLConfig.__annotations__ and entry.name not in _OF_THE_TEXT
+}
+# Lengths and dropouts, which may change when a training is resumed or a checkpoint fine-tuned. Weights depend on all
+# other fields.
+FREE = {"dropout", "dropatt", "tgt_len", "mem_len", "ext_len", "clamp_len", "decay_len", "same_length"}
+FIXED = CONFIG.keys() - FREE - {"init", "init_range", "init_std", "proj_init_std", "max_klen"}
 # Values of `optimizer`; if it is None, transformers' `optim` chooses.
 Optimizer = Literal["adam", "adamw", "lamb", "muon"]
 
@@ -95,11 +107,9 @@ class TransfoXLTrainingArguments(TrainingArguments):
 
     @classmethod
     def of(cls, arguments: TrainingArguments) -> "TransfoXLTrainingArguments":
-        """Plain `TrainingArguments` with the defaults of the fields that this class adds; subclasses unchanged."""
-        if type(arguments) is not TrainingArguments:
-            return arguments
-        found = object.__new__(cls)
-        added = {entry.name: entry.default for entry in dataclasses.fields(cls) if entry.name not in vars(arguments)}
+        """A copy of any `TrainingArguments` that has the fields of this class, with their defaults."""
+        found = object.__new__(cls if type(arguments) is TrainingArguments else type(arguments))
+        added = {entry.name: entry.default for entry in dataclasses.fields(cls)}
         found.__dict__.update({**added, **vars(arguments)})
         return found
 

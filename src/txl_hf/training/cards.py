@@ -1,12 +1,12 @@
 """The card that `TransfoXLTrainer` writes of its model, and the files that it pushes beside the weights."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult
 from transformers import Trainer
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.modelcard import TrainingSummary
 
 from ..evaluation.cards import (
@@ -103,18 +103,15 @@ def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
     return [logs for logs in history[:ended] if logs.get("step") == state.best_global_step] + history[ended:]
 
 
-def complete_push(trainer: Any, model: TransfoXLLayoutModel, checkpoint: str) -> None:
-    """Before the first push copy the model's code to the output directory, beside the weights that Trainer copies from
-    a checkpoint, and write a card unless the user wrote one.
+def complete_push(trainer: Any, model: TransfoXLLayoutModel) -> None:
+    """Before the first push write the model's code to the output directory, beside the weights that Trainer copies
+    from a checkpoint, and a card unless the user wrote one.
 
     Args:
-        trainer: whose output directory is pushed. model: its model, unwrapped. checkpoint: the folder.
+        trainer: whose output directory is pushed. model: its model, unwrapped.
     """
-    if not trainer.is_world_process_zero() or trainer.push_in_progress is not None:
-        return
     output = Path(trainer.args.output_dir)
-    for file in Path(checkpoint).glob("*.py"):
-        shutil.copyfile(file, output / file.name)
+    custom_object_save(model, output, config=model.config)
     card = output / "README.md"
     if not card.exists() or is_generated(card):
         write_model_card(card, model, trainer.hub_model_id, **_tokenizer(trainer))
