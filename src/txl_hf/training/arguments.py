@@ -79,14 +79,14 @@ class TransfoXLTrainingArguments(TrainingArguments):
         super().__post_init__()
         # The scaler skips a step that overflowed, so the log leaves out its loss.
         self.logging_nan_inf_filter |= self.fp16
-        for name in ("learning_rate", "embedding_lr_factor", "muon_lr_factor", "weight_decay", "adam_epsilon"):
-            if not 0 <= (value := getattr(self, name)) < float("inf"):
-                raise ValueError(f"--{name} is {value:g}, but must be at least 0, and finite")
-        for name in ("adam_beta1", "adam_beta2", "ema_decay"):
-            if not 0 <= (value := getattr(self, name)) < 1:
-                raise ValueError(f"--{name} is {value:g}, but must be at least 0 and below 1")
-        if not self.max_grad_norm >= 0:
-            raise ValueError(f"--max_grad_norm is {self.max_grad_norm:g}, but must be above 0, or 0 not to clip")
+        # Optimizers check their other settings.
+        for name, below in {
+            "embedding_lr_factor": float("inf"),
+            "muon_lr_factor": float("inf"),
+            "ema_decay": 1,
+        }.items():
+            if not 0 <= (value := getattr(self, name)) < below:
+                raise ValueError(f"--{name} is {value:g}, but must be at least 0 and below {below:g}")
         if not 0 <= self.mem_warmup_ratio <= 1:
             raise ValueError(f"--mem_warmup_ratio is {self.mem_warmup_ratio:g}, but must be from 0 to 1")
         if self.backprop_segments < 1:

@@ -67,7 +67,7 @@ def create_model_card(
         repository,
         _as_list(tags),
         origin=f"It was trained on {trained_on}." if trained_on else "",
-        training=_evaluated(trainer) + "".join(summary.to_model_card().partition(PROCEDURE)[1:]),
+        training="".join(summary.to_model_card().partition(PROCEDURE)[1:]),
         language=language,
         license=summary.license,
         base_model=base_model,
@@ -120,18 +120,6 @@ def complete_push(trainer: Any, model: TransfoXLLayoutModel) -> None:
 def _tokenizer(trainer: Trainer) -> dict[str, Any]:
     """`tokenizer=True` for a card if the Trainer saves a tokenizer; otherwise the folder is searched."""
     return {} if trainer.processing_class is None else {"tokenizer": True}
-
-
-def _evaluated(trainer: Trainer) -> str:
-    """A sentence in Markdown with the figures of the model as it is now; none where it was not evaluated."""
-    figures = {
-        name: value
-        for logs in evaluations_of_now(trainer)
-        for name, value in logs.items()
-        if name.startswith("eval_") and not name.endswith(("_runtime", "_per_second", "_model_preparation_time"))
-    }
-    listed = [f"`{name}` {value:.4f}" for name, value in figures.items() if isinstance(value, float)]
-    return f"\nIts evaluation: {', '.join(listed)}.\n" if listed else ""
 
 
 def _as_list(values: str | list[str] | None) -> list[str]:

@@ -26,13 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
-import numpy as np
 import pyarrow.compute
 import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import set_seed
-from torch import Tensor
 from transformers import AutoModelForCausalLM, SchedulerType, get_scheduler
 
 from ..command_line import hub_or_folder, one_line_errors
@@ -45,7 +43,7 @@ from ..data.loading import (
     load_tokenizer,
 )
 from ..data.midi import EVENTS
-from ..data.streams import TokenStream, as_item, open_tokens, read_tokens
+from ..data.streams import RolledStream, TokenStream, open_tokens
 from ..data.texts import load_splits, read_document_end
 from ..evaluation.cards import RESULTS
 from ..evaluation.language_model import evaluate_language_model
@@ -256,29 +254,6 @@ def check_schedule(args: TransfoXLTrainingArguments, max_steps: int):
     except (TypeError, ZeroDivisionError) as error:
         name = getattr(kind, "value", kind)
         raise ValueError(f"--lr_scheduler_type {name} with --lr_scheduler_kwargs {details}: {error}") from error
-
-
-class RolledStream(TokenStream):
-    """A stream whose rows begin, in every epoch, at random places of their texts and wrap around (NVIDIA's --roll)."""
-
-    def __init__(self, *args, roll_seed: int, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.roll_seed = roll_seed
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int):
-        self.length = self.steps * self.segment_length
-        self.shifts = np.random.default_rng([self.roll_seed, epoch]).integers(self.length, size=self.batch_size)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        step, row = divmod(index, self.batch_size)
-        begin = (step * self.segment_length + int(self.shifts[row])) % self.length
-        end = begin + self.segment_length + 1
-        start = row * self.length
-        tokens = read_tokens(self.token_ids, start + begin, start + min(end, self.length))
-        if end > self.length:
-            tokens = torch.cat([tokens, read_tokens(self.token_ids, start, start + end - self.length)])
-        return as_item(tokens, self.segment_length)
 
 
 def find_document_end(data: DataArguments, tokenizer: Any, config: TransfoXLConfig) -> int | None:

@@ -45,6 +45,7 @@ from .checkpoints import (
     begin_run,
     check_settings,
     checkpoint_problem,
+    data_only,
     finish_checkpoint,
     last_checkpoint,
     load_average,
@@ -282,7 +283,11 @@ class TransfoXLTrainer(Trainer):
             if dataset is not None and not callable(dataset):
                 self.get_eval_dataloader(dataset)
         try:
-            return super().train(str(self._resumed_from) if self._resumed_from else None, *args, **kwargs)
+            if self._resumed_from is None:
+                return super().train(None, *args, **kwargs)
+            # accelerate and DeepSpeed would execute what the pickles of their shards name.
+            with data_only():
+                return super().train(str(self._resumed_from), *args, **kwargs)
         finally:
             self._memory, self._resumed_from, self._captured = _Memory(), None, None
 
