@@ -80,11 +80,8 @@ class TransfoXLTrainingArguments(TrainingArguments):
         # The scaler skips a step that overflowed, so the log leaves out its loss.
         self.logging_nan_inf_filter |= self.fp16
         # Optimizers check their other settings.
-        for name, below in {
-            "embedding_lr_factor": float("inf"),
-            "muon_lr_factor": float("inf"),
-            "ema_decay": 1,
-        }.items():
+        bounds = {"embedding_lr_factor": float("inf"), "muon_lr_factor": float("inf"), "ema_decay": 1.0}
+        for name, below in bounds.items():
             if not 0 <= (value := getattr(self, name)) < below:
                 raise ValueError(f"--{name} is {value:g}, but must be at least 0 and below {below:g}")
         if not 0 <= self.mem_warmup_ratio <= 1:

@@ -191,14 +191,15 @@ def checkpoint_problem(folder: Path) -> str | None:
 @contextmanager
 def data_only() -> Iterator[None]:
     """A context in which `torch.load`, in every library, refuses to call functions that a pickle names."""
-    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(name, "0")
-    os.environ[name] = "1"
+    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ[names[0]] = "1"
     try:
         with safe_globals(), torch.serialization.safe_globals(_plain_classes()):
             yield
     finally:
-        os.environ[name] = before
+        del os.environ[names[0]]
+        os.environ.update(before)
 
 
 def _describe(path: Path) -> dict[str, int]:
@@ -218,13 +219,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint. Raises a ValueError that says what is wrong with it."""
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-        sizes = [(entry["size"], entry["crc32"]) for entry in manifest["files"].values()]
+        whole = all({"size", "crc32"} <= entry.keys() for entry in manifest["files"].values())
     except OSError as error:
         raise ValueError(f"it is incomplete, or not of a training with memory ({MANIFEST_NAME} is missing)") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is damaged ({MANIFEST_NAME} is no list of files with checksums)") from error
-    if not sizes or not isinstance(manifest.get("run"), str):
-        raise ValueError(f"it is damaged ({MANIFEST_NAME} names no run or no file)")
+    if not whole or not isinstance(manifest.get("run"), str):
+        raise ValueError(f"it is damaged ({MANIFEST_NAME} names no run, or a file without a checksum)")
     return manifest
 
 
