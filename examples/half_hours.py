@@ -563,7 +563,7 @@ def seconds_of_steps(run: Run) -> list[float]:
     with tempfile.TemporaryDirectory() as scratch:
         arguments = training_arguments(run.training(Path(scratch) / "timed", *TIMING))
         prepared = training.prepare(arguments)
-        trainer = training.make_trainer(arguments, training.make_model(arguments, prepared), prepared)
+        trainer = training.make_trainer(arguments, prepared)
         timer = Timer(trainer)
         trainer.add_callback(timer)
         trainer.train()

@@ -41,16 +41,16 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (22_978, 17_500),
+    "lines installed": (22_731, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
-    "lines of the Hub set": (6_221, 5_200),
+    "lines of the Hub set": (6_224, 5_200),
     "functions of a forward": (60, 60),
     "modules of a forward": (8, 8),
-    "lines of a forward": (1_133, 1_000),
+    "lines of a forward": (1_136, 1_000),
     "lines of the longest module": (1_019, 1_050),
     "lines of the longest function": (60, 60),
-    "private methods of others overridden": (17, 15),
+    "private methods of others overridden": (14, 15),
     "assignments into other libraries": (0, 0),
     "docstrings that begin with What": (0, 5),
 }

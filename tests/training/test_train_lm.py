@@ -14,7 +14,6 @@ import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,6 +44,7 @@ from txl_hf import (
     commands,
     evaluate_language_model,
 )
+from txl_hf.data.streams import RolledStream
 from txl_hf.training import command, report, trainer
 from txl_hf.training import recipe as recipes
 from txl_hf.training.arguments import TransfoXLTrainingArguments
@@ -292,7 +292,7 @@ def test_documents_are_not_rolled(tmp_path, recipe, corpus):
 def test_rolled_streams():
     """Every epoch begins elsewhere, each stream at a place of its own, and reads all of every stream in its order."""
     text = np.arange(4 * 40)
-    stream = command.RolledStream(text, 8, 4, roll_seed=0)
+    stream = RolledStream(text, 8, 4, roll_seed=0)
     begins = []
     for epoch in range(3):
         stream.set_epoch(epoch)
@@ -446,7 +446,7 @@ def test_a_model_that_is_nowhere_or_lacks_weights_is_named(tmp_path, recipe, cor
     base.save_pretrained(tmp_path / "base")
     AutoTokenizer.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "base")
     assert "base is no whole language model: its weights lack lm_head" in refused(capsys, *options, tmp_path / "base")
-    assert not (tmp_path / "second").exists()
+    assert not (tmp_path / "second" / "recipe.yaml").exists()
 
 
 def test_fine_tuning_is_resumed(tmp_path, recipe, corpus):
@@ -626,12 +626,13 @@ def test_a_card_without_figures_is_written_again(tmp_path, recipe, corpus, monke
     assert results[-1].metric_value == pytest.approx(scored["test"]["bits_per_token"], rel=1e-3)
 
 
-def test_what_a_killed_run_left_has_its_name_or_goes(tmp_path, corpus):
+def test_what_a_killed_run_left_unfinished_goes(tmp_path, corpus):
     output = tmp_path / "output"
-    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_steps=2)
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_steps=2, eval_steps=2)
     train(recipe, "--data", corpus, "--output", output)
-    for name in ("_unfinished-9", "_unfinished-9-best", "_unfinished-replaced-x"):
+    for name in ("_unfinished-9", "_unfinished-replaced-x"):
         (output / name).mkdir()
+    (output / "_unfinished-1-log.jsonl").touch()
     (output / "checkpoint-4").rename(output / "_unfinished-9" / "checkpoint-4")
     train(recipe, "--data", corpus, "--output", output, "--resume", "--max_steps", "6", "--save_total_limit", "9")
     assert sorted(path.name for path in output.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in (2, 4, 6)]
@@ -659,10 +660,11 @@ def test_an_average_is_not_left_behind(tmp_path, corpus, capsys):
     recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_steps=4, average="equal")
     train(recipe, "--data", corpus, "--output", tmp_path / "output")
     options = ["--data", corpus, "--output", tmp_path / "output", "--resume", "--max_steps", "8"]
-    said = refused(capsys, recipe, *options, "--average", "none")
-    assert "resume with the recipe and options of the run (average was equal and is none)" in said
-    said = refused(capsys, recipe, *options, "--average", "ema")
-    assert "resume with the recipe and options of the run (average was equal and is ema)" in said
+    for other in ("none", "ema"):
+        said = refused(capsys, recipe, *options, "--average", other)
+        assert (
+            f"is of a training with {{'average': 'equal'}}, but this one has {{'average': '{other}'}}: resume" in said
+        )
     train(recipe, *options)
 
 
@@ -682,7 +684,7 @@ def test_weights_of_the_same_shapes_are_no_other_models(tmp_path, corpus, capsys
     train(*argv)
     before = (tmp_path / "output" / "recipe.yaml").read_text()
     said = refused(capsys, *argv, "--resume", "--max_steps", "6", *changed)
-    assert f"resume with the recipe and options of the run ({changed[0][2:]} was" in said
+    assert f"is of a training with {{'{changed[0][2:]}': " in said and "resume with the same text" in said
     assert (tmp_path / "output" / "recipe.yaml").read_text() == before and (
         tmp_path / "output" / "results.json"
     ).exists()
@@ -691,12 +693,12 @@ def test_weights_of_the_same_shapes_are_no_other_models(tmp_path, corpus, capsys
 
 
 def test_a_checkpoint_that_was_put_elsewhere_is_replaced_and_left_there(tmp_path, corpus):
-    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_steps=2, save_total_limit=1)
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_steps=2, eval_steps=2, save_total_limit=1)
     argv = [recipe, "--data", corpus, "--output", tmp_path / "output"]
     train(*argv)
     (tmp_path / "output" / "checkpoint-4").rename(tmp_path / "elsewhere")
     (tmp_path / "output" / "checkpoint-4").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "output" / "checkpoint-6").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "output" / "checkpoint-6").symlink_to(tmp_path / "nowhere")
     train(*argv, "--resume", "--max_steps", "6")
     found = {path.name: path.is_symlink() for path in (tmp_path / "output").glob("checkpoint-*")}
     assert (
@@ -728,7 +730,8 @@ def test_resuming_what_is_done_or_was_never_begun(tmp_path, recipe, corpus, caps
     train(*argv)
     first, log = capsys.readouterr().out, (tmp_path / "output" / "log.jsonl").read_text()
     train(*argv)
-    assert capsys.readouterr().out == first
+    again = capsys.readouterr().out
+    assert first.endswith(again) and again.startswith("validation: perplexity ")
     assert (tmp_path / "output" / "log.jsonl").read_text() == log
     # Longer, it goes on.
     train(*argv, "--max_steps", "15")
@@ -748,20 +751,14 @@ def test_an_extended_run_keeps_the_best_model_of_its_first_part(tmp_path, recipe
     assert first < last
 
 
-@pytest.mark.parametrize("method", [pytest.param("on_evaluate", marks=pytest.mark.slow), "_save_best"])
-def test_an_extended_run_that_is_killed_in_its_last_validation_makes_up_for_it(
-    tmp_path, recipe, corpus, monkeypatch, method
-):
+def test_an_extended_run_that_is_killed_in_its_last_validation_makes_up_for_it(tmp_path, recipe, corpus, monkeypatch):
     """The resumed run validates again, and does not take the first part's results for its own."""
     output = tmp_path / "output"
     argv = [recipe, "--data", corpus, "--output", output, *RESUMED]
     train(*argv, "--max_steps", "6")
 
-    def stopped(*args, **kwargs):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(report.RunReport, method, stopped)
+        patch.setattr(report.RunReport, "on_evaluate", stopped)
         with pytest.raises(SystemExit, match="stopped"):
             train(*argv)
     train(*argv)
@@ -788,103 +785,44 @@ def train_and_kill_at(step: int, *argv):
             train(*argv)
 
 
-def read_best(output: Path) -> dict:
-    return json.loads((output / "best.json").read_text())
-
-
 def check_best(output: Path, step: int):
-    """The model in the folder is of this step, as it says, and has the loss that it says."""
-    best, results = read_best(output), json.loads((output / "results.json").read_text())
-    assert best["step"] == step
-    assert results["validation"]["nll"] == pytest.approx(best["validation_loss"], rel=1e-5)
+    """The model in the folder has the loss of the validation of this step, the lowest of all."""
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    assert min(losses, key=losses.__getitem__) == step
+    results = json.loads((output / "results.json").read_text())
+    assert results["validation"]["nll"] == pytest.approx(losses[step], rel=1e-5)
 
 
-# With these the fourth step is better than those that follow.
+# With these the steps that follow are worse.
 WORSE = ["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "0", "--learning_rate", "0.3"]
 
 
-@pytest.mark.parametrize("changes", [pytest.param({"mem_len": 40}, marks=pytest.mark.slow), {"text": "a part"}])
-def test_losses_of_another_validation_are_not_compared(tmp_path, recipe, corpus, capsys, changes):
-    """The best model from before was scored otherwise than the run validates now: the next one is the best."""
-    output, data = tmp_path / "output", corpus
-    argv = [recipe, "--output", output, "--eval_steps", "2", "--lr_scheduler_type", "constant_with_warmup"]
-    train(*argv, "--data", corpus, "--max_steps", "4")
-    check_best(output, 4)
-    if "text" in changes:
-        data = tmp_path / "data"
-        splits = load_from_disk(corpus)
-        part = splits["validation"].select(range(500)).flatten_indices()
-        DatasetDict({"train": splits["train"], "validation": part, "test": splits["test"]}).save_to_disk(data)
-        AutoTokenizer.from_pretrained(corpus).save_pretrained(data)
-    options = [str(part) for name, value in changes.items() if name != "text" for part in (f"--{name}", value)]
-    train(*argv, "--data", data, *options, *WORSE, "--max_steps", "8", "--resume")
-    assert "the best model is chosen anew: it was scored on another text, or otherwise" in capsys.readouterr().err
-    losses = read_log(output, "validation_loss")[2:]
-    check_best(output, 6 + 2 * losses.index(min(losses)))
-
-
-def test_a_best_model_of_a_step_that_comes_again_is_chosen_anew(tmp_path, corpus, capsys):
-    """A best model behind the checkpoint is dropped, because those steps are taken again and may differ."""
-    output = tmp_path / "output"
-    recipe = write_recipe(tmp_path / "recipe.yaml", eval_steps=2, lr_scheduler_type="constant_with_warmup")
-    argv = [recipe, "--data", corpus, "--output", output]
-    train_and_kill_at(9, *argv)
-    assert read_best(output / "best")["step"] == 8
-    train(*argv, "--resume", "--learning_rate", "0.3")
-    assert "the best model, of step 8, is chosen anew from step 5 on" in capsys.readouterr().err
-    losses = read_log(output, "validation_loss")
-    assert min(losses[2:]) > min(losses[:2])
-    check_best(output, 6 + 2 * losses[2:].index(min(losses[2:])))
-
-
-def test_at_the_end_of_a_run_a_best_model_is_chosen_anew_too(tmp_path, corpus):
-    """Whatever is to be validated was, before what it said to be the best was replaced."""
-    output = tmp_path / "output"
-    recipe = write_recipe(
-        tmp_path / "recipe.yaml", eval_steps=2, save_steps=4, lr_scheduler_type="constant_with_warmup"
-    )
-    argv = [recipe, "--data", corpus, "--output", output]
-    train_and_kill_at(7, *argv)
-    assert read_best(output / "best")["step"] == 6
-    train(*argv, "--resume", "--max_steps", "4")
-    check_best(output, 4)
-
-
-def test_a_finished_model_is_the_best_where_a_later_one_comes_again(tmp_path, corpus):
-    output = tmp_path / "output"
+@pytest.mark.parametrize("average", ["none", "ema"])
+def test_a_run_that_was_killed_ends_with_its_best_model(tmp_path, corpus, monkeypatch, average):
+    """Each model that is the best so far is a checkpoint; of an average, its own. Also in a folder that was moved, and
+    where the run is killed again as it saves its model.
+    """
+    output, moved = tmp_path / "output", tmp_path / "moved"
     recipe = write_recipe(
         tmp_path / "recipe.yaml", eval_steps=2, save_steps=100, lr_scheduler_type="constant_with_warmup"
     )
-    argv = [recipe, "--data", corpus, "--output", output, "--resume"]
-    train(*argv, "--max_steps", "4")
-    train_and_kill_at(7, *argv, "--max_steps", "8")
-    assert read_best(output / "best")["step"] == 6
-    train(*argv, "--max_steps", "8", *WORSE)
-    check_best(output, 4)
-
-
-@pytest.mark.parametrize("moved", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_a_run_that_is_killed_while_it_moves_its_best_model_has_it_in_the_end(tmp_path, corpus, monkeypatch, moved):
-    """The best is not the last one here."""
-    output = tmp_path / "output"
-    recipe = write_recipe(tmp_path / "recipe.yaml", eval_steps=2, save_steps=2)
-    argv = [recipe, "--data", corpus, "--output", output, "--resume"]
-    train(*argv, "--max_steps", "4")
-    left = [*range(moved)]
-
-    def replace(*paths, original=report.os.replace):
-        if not left:
-            raise Killed
-        left.pop()
-        original(*paths)
-
-    better = [*argv, "--max_steps", "6", "--lr_scheduler_type", "constant_with_warmup"]
+    argv = [recipe, "--data", corpus, "--average", average, "--ema_decay", "0.5", "--resume", "--output"]
+    train(*argv, output, "--max_steps", "4")
+    train_and_kill_at(7, *argv, output, "--max_steps", "8")
+    assert (output / "checkpoint-6").is_dir()
+    output.rename(moved)
     with monkeypatch.context() as patch:
-        patch.setattr(report, "os", SimpleNamespace(replace=replace))
-        with pytest.raises(Killed):
-            train(*better)
-    train(*argv, "--max_steps", "8", *WORSE)
-    check_best(output, 6)
+        patch.setattr(command, "save_best", stopped)
+        with pytest.raises(SystemExit, match="stopped"):
+            train(*argv, moved, "--max_steps", "12", *WORSE)
+    assert not (moved / "results.json").exists()
+    train(*argv, moved, "--max_steps", "12", *WORSE)
+    check_best(moved, 6)
+
+
+def stopped(*args, **kwargs):
+    raise KeyboardInterrupt
 
 
 def test_a_run_goes_on_in_other_chunks_with_the_same_steps(tmp_path, recipe, corpus):
@@ -904,7 +842,7 @@ def test_streams_that_were_rolled_go_on_where_they_were(tmp_path, capsys, recipe
     settings = (tmp_path / "output" / "recipe.yaml").read_text()
     for options, now in (["--roll", "true", "--seed", "2"], 2), (["--seed", "1"], None):
         message = refused(capsys, *argv, "6", *options)
-        assert f"at {{'roll_seed': 1}}, but the training would go on at {{'roll_seed': {now}}}: " in message
+        assert f"with {{'roll_seed': 1}}, but this one has {{'roll_seed': {now}}}: " in message
     assert (tmp_path / "output" / "recipe.yaml").read_text() == settings
 
 
@@ -1009,21 +947,6 @@ def test_options_that_change_no_loss(tmp_path, recipe, corpus, by_hand, options)
     train(recipe, "--data", corpus, "--output", tmp_path / "output", *options)
     rtol = 0.02 if "--bf16" in options else 1e-4
     np.testing.assert_allclose(read_log(tmp_path / "output"), by_hand[0], rtol=rtol)
-
-
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")
-def test_the_process_that_reads_ahead_leaves_ctrl_c_to_the_run(tmp_path, make_model):
-    """Ended by it, as all processes of a terminal are, it would leave the thread that pins memory with an error."""
-    arguments = TransfoXLTrainingArguments(
-        str(tmp_path), use_cpu=True, save_strategy="no", dataloader_num_workers=1, per_device_train_batch_size=8
-    )
-    stream = TokenStream(torch.arange(801) % 61, 5, 8)
-    loader = TransfoXLTrainer(make_model(), arguments, train_dataset=stream).get_train_dataloader()
-    batches = torch.utils.data.DataLoader.__iter__(loader)
-    read = [next(batches)]
-    os.kill(batches._workers[0].pid, signal.SIGINT)
-    read += batches
-    assert len(read) == stream.steps
 
 
 @pytest.mark.parametrize(("has_gpu", "has_bf16"), [(True, True), (True, False), (False, True), (False, False)])
@@ -1308,16 +1231,15 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
         ({"roll": True, "varlen": True}, "--roll goes together with neither --varlen, nor --ext_len"),
         ({"tgt_len": 80}, "the text has 289 tokens, but batch_size=4 streams of at least one segment"),
         ({"muon_lr_factor": 2.0}, "--muon_lr_factor 2 is of --optimizer muon: set it to 1"),
-        ({"learning_rate": -1e-3}, "--learning_rate is -0.001, but must be at least 0"),
-        ({"learning_rate": math.nan}, "--learning_rate is nan, but must be at least 0, and finite"),
-        ({"adam_epsilon": -1.0}, "--adam_epsilon is -1, but must be at least 0, and finite"),
-        ({"adam_beta2": 2.0}, "--adam_beta2 is 2, but must be at least 0 and below 1"),
+        ({"learning_rate": -1e-3}, "Invalid learning rate: -0.001"),
+        ({"learning_rate": math.nan}, "Invalid learning rate: nan"),
+        ({"adam_epsilon": -1.0}, "Invalid epsilon value: -1.0"),
+        ({"adam_beta2": 2.0}, "Invalid beta parameter at index 1: 2.0"),
         ({"average": "ema", "ema_decay": 1.5}, "--ema_decay is 1.5, but must be at least 0 and below 1"),
         ({"average_start": 3}, "--average_start 3 is of --average ema and equal: set it to 0"),
         ({"gate_bias": 3.0}, "--gate_bias 3 is of --gating gru: leave it out"),
         ({"embedding_lr_factor": -1.0}, "--embedding_lr_factor is -1, but must be at least 0"),
-        ({"weight_decay": -0.1}, "--weight_decay is -0.1, but must be at least 0"),
-        ({"max_grad_norm": -1.0}, "--max_grad_norm is -1, but must be above 0, or 0 not to clip"),
+        ({"weight_decay": -0.1}, "Invalid weight_decay value: -0.1"),
         ({"loss": "half", "ext_len": 4}, "--loss half reads tgt_len=8 tokens again: leave out --ext_len 4"),
         (
             {"attn_type": 3, "mem_len": 0, "eval_tgt_len": 8, "eval_ext_len": 2},
@@ -1332,7 +1254,7 @@ def test_settings_that_are_refused(tmp_path, capsys, corpus, changes, message):
     recipe = write_recipe(tmp_path / "recipe.yaml", **changes)
     message = message.format(len(load_from_disk(corpus)["validation"]))
     assert message in refused(capsys, recipe, "--data", corpus, "--output", tmp_path / "output")
-    assert not (tmp_path / "output").exists()
+    assert not (tmp_path / "output" / "recipe.yaml").exists()
 
 
 def test_a_memory_in_evaluation_that_the_model_cannot_have_is_refused_before_training(tmp_path, capsys, corpus):
@@ -1436,10 +1358,13 @@ def test_what_a_run_says(tmp_path, capsys, recipe, corpus, monkeypatch):
         "training 0.0 M parameters on 1 × cpu in fp32: 12 steps of 32 tokens, 1.3 epochs of a text of 289 tokens\n"
         in printed.err
     )
-    assert "1/12" in printed.err and "perplexity" in printed.err.split("12/12")[0]
+    assert "1/12" not in printed.err and printed.out.count("'perplexity': ") == 12, "no bar in a file"
     assert re.search(
         r"expected time: 0:00:\d\d more, at [\d,]+ tokens a second, without the validations\n", printed.err
     )
+    options = ["--data", corpus, "--output", tmp_path / "bar", "--disable_tqdm", "false"]
+    train(recipe, *options)
+    assert "1/12" in capsys.readouterr().err
     *_, where, last = printed.out.splitlines()
     output = tmp_path / "output"
     assert where.endswith(f"M parameters, is in {output}; its figures are in {output / 'results.json'}")
@@ -1504,11 +1429,10 @@ def test_folders_that_are_refused(tmp_path, capsys, recipe, corpus):
     assert "is in use: go on with --resume, or remove it" in refused(capsys, recipe, *options, output)
     # What goes wrong leaves it alone; a checkpoint of other streams is not for this run.
     settings = (output / "recipe.yaml").read_text()
-    message = refused(capsys, recipe, *options, output, "--resume", "--d_inner", "20")
-    reason = f"(d_inner was {RECIPE['d_inner']} and is 20)"
-    assert message.endswith(f"has another model or optimiser: resume with the recipe and options of the run {reason}")
+    message = refused(capsys, recipe, *options, output, "--resume", "--d_inner", "20", "--max_steps", "4")
+    assert f"is of a training with {{'d_inner': {RECIPE['d_inner']}}}, but this one has {{'d_inner': 20}}: " in message
     message = refused(capsys, recipe, *options, output, "--resume", "--batch_size", "2", "--max_steps", "4")
-    assert "is from a stream at" in message and "resume with the same text, batch size, lengths and seed" in message
+    assert "'batch_size': 4" in message and "resume with the same text, batch size" in message
     assert (output / "recipe.yaml").read_text() == settings
 
 
@@ -1535,25 +1459,6 @@ def test_the_commands_that_a_user_types(tmp_path):
     wrong = python("train_lm.py", recipe, "--data", "data", "--output", "output")
     assert wrong.returncode != 0
     assert wrong.stderr == "error: --output output is in use: go on with --resume, or remove it\n"
-
-
-@pytest.mark.parametrize("name", ["best.json", "results.json"])
-def test_a_damaged_record_is_named_and_nothing_changed(tmp_path, corpus, capsys, name):
-    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_steps=4)
-    argv = [recipe, "--data", corpus, "--output", tmp_path / "output"]
-    train(*argv)
-    (tmp_path / "output" / name).write_text("{")
-    before = {
-        path.name: path.read_bytes() for path in (tmp_path / "output").iterdir() if path.suffix in (".json", ".yaml")
-    }
-    said = refused(capsys, *argv, "--resume", *(["--max_steps", "6"] if name == "best.json" else []))
-    assert f"{tmp_path / 'output' / name} is damaged" in said and "remove it" in said
-    after = {
-        path.name: path.read_bytes() for path in (tmp_path / "output").iterdir() if path.suffix in (".json", ".yaml")
-    }
-    assert after == before
-    (tmp_path / "output" / name).unlink()
-    train(*argv, "--resume")
 
 
 @pytest.mark.parametrize(
@@ -1583,19 +1488,3 @@ def test_a_damaged_text_is_named(tmp_path, capsys, corpus, recipe, name, written
     else:
         (data / name).write_text(written)
     assert message in refused(capsys, recipe, "--data", data, "--output", tmp_path / "output")
-
-
-DAMAGED = [pytest.param(text, marks=pytest.mark.slow) for text in ("", "[]", '{"step": "x"}', "\0" * 60)]
-
-
-@pytest.mark.parametrize("damage", [*DAMAGED, '{"step": 4, "validation_loss": 2.5}'], ids=repr)
-def test_what_is_said_of_the_best_model_may_be_damaged(tmp_path, capsys, corpus, damage):
-    output = tmp_path / "output"
-    recipe = write_recipe(tmp_path / "recipe.yaml", n_layer=1, eval_steps=2, lr_scheduler_type="constant_with_warmup")
-    argv = [recipe, "--data", corpus, "--output", output, "--resume", "--max_steps"]
-    train(*argv, "4")
-    (output / "best.json").write_text(damage)
-    assert "best.json is damaged" in (message := refused(capsys, *argv, "6")) and "remove it" in message
-    (output / "best.json").unlink()
-    train(*argv, "6")
-    check_best(output, 6)

@@ -179,6 +179,29 @@ class TokenStream(Dataset):
         return int(begin), min(int(self._ends[step]), self._stream_length + (self._longer > 0))
 
 
+class RolledStream(TokenStream):
+    """A stream whose rows begin, in every epoch, at random places of their texts and wrap around (NVIDIA's --roll)."""
+
+    def __init__(self, *args, roll_seed: int, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.roll_seed = roll_seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int):
+        self.length = self.steps * self.segment_length
+        self.shifts = np.random.default_rng([self.roll_seed, epoch]).integers(self.length, size=self.batch_size)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        step, row = divmod(index, self.batch_size)
+        begin = (step * self.segment_length + int(self.shifts[row])) % self.length
+        end = begin + self.segment_length + 1
+        start = row * self.length
+        tokens = read_tokens(self.token_ids, start + begin, start + min(end, self.length))
+        if end > self.length:
+            tokens = torch.cat([tokens, read_tokens(self.token_ids, start, start + end - self.length)])
+        return as_item(tokens, self.segment_length)
+
+
 def as_item(tokens: Tensor, length: int, reread: int = 0, resets: Tensor | None = None) -> dict[str, Tensor]:
     """An item of `TokenStream` from the tokens of a row and the token after them.
 

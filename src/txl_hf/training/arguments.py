@@ -7,7 +7,19 @@ from typing import Any, Literal
 from transformers import TrainingArguments
 
 from ..command_line import option
+from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 
+# Fields of the configuration that the text decides, or that do not affect training, which are no options.
+_OF_THE_TEXT = {"vocab_size", "eos_token_id", "adaptive", "sample_softmax", "tie_projs", "input_size", "output_logits"}
+CONFIG = {
+    entry.name: entry.default if entry.default is not dataclasses.MISSING else None
+    for entry in dataclasses.fields(TransfoXLConfig)
+    if entry.name in TransfoXLConfig.__annotations__ and entry.name not in _OF_THE_TEXT
+}
+# Lengths and dropouts, which may change when a training is resumed or a checkpoint fine-tuned. Weights depend on all
+# other fields.
+FREE = {"dropout", "dropatt", "tgt_len", "mem_len", "ext_len", "clamp_len", "decay_len", "same_length"}
+FIXED = CONFIG.keys() - FREE - {"init", "init_range", "init_std", "proj_init_std", "max_klen"}
 # Values of `optimizer`; if it is None, transformers' `optim` chooses.
 Optimizer = Literal["adam", "adamw", "lamb", "muon"]
 
@@ -67,14 +79,11 @@ class TransfoXLTrainingArguments(TrainingArguments):
         super().__post_init__()
         # The scaler skips a step that overflowed, so the log leaves out its loss.
         self.logging_nan_inf_filter |= self.fp16
-        for name in ("learning_rate", "embedding_lr_factor", "muon_lr_factor", "weight_decay", "adam_epsilon"):
-            if not 0 <= (value := getattr(self, name)) < float("inf"):
-                raise ValueError(f"--{name} is {value:g}, but must be at least 0, and finite")
-        for name in ("adam_beta1", "adam_beta2", "ema_decay"):
-            if not 0 <= (value := getattr(self, name)) < 1:
-                raise ValueError(f"--{name} is {value:g}, but must be at least 0 and below 1")
-        if not self.max_grad_norm >= 0:
-            raise ValueError(f"--max_grad_norm is {self.max_grad_norm:g}, but must be above 0, or 0 not to clip")
+        # Optimizers check their other settings.
+        bounds = {"embedding_lr_factor": float("inf"), "muon_lr_factor": float("inf"), "ema_decay": 1.0}
+        for name, below in bounds.items():
+            if not 0 <= (value := getattr(self, name)) < below:
+                raise ValueError(f"--{name} is {value:g}, but must be at least 0 and below {below:g}")
         if not 0 <= self.mem_warmup_ratio <= 1:
             raise ValueError(f"--mem_warmup_ratio is {self.mem_warmup_ratio:g}, but must be from 0 to 1")
         if self.backprop_segments < 1:
@@ -95,11 +104,9 @@ class TransfoXLTrainingArguments(TrainingArguments):
 
     @classmethod
     def of(cls, arguments: TrainingArguments) -> "TransfoXLTrainingArguments":
-        """Plain `TrainingArguments` with the defaults of the fields that this class adds; subclasses unchanged."""
-        if type(arguments) is not TrainingArguments:
-            return arguments
-        found = object.__new__(cls)
-        added = {entry.name: entry.default for entry in dataclasses.fields(cls) if entry.name not in vars(arguments)}
+        """A copy of any `TrainingArguments` that has the fields of this class, with their defaults."""
+        found = object.__new__(cls if type(arguments) is TrainingArguments else type(arguments))
+        added = {entry.name: entry.default for entry in dataclasses.fields(cls)}
         found.__dict__.update({**added, **vars(arguments)})
         return found
 

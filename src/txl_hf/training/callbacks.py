@@ -13,7 +13,8 @@ class MemoryLength(TrainerCallback):
     """
 
     def __init__(self, trainer: Any, ratio: float):
-        check_growing(ratio, trainer.model.config)
+        if not trainer.model.config.mem_len:
+            raise ValueError(f"--mem_warmup_ratio {ratio:g} grows no memory, as mem_len is 0: leave it out")
         self.trainer, self.ratio = trainer, ratio
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
@@ -36,9 +37,3 @@ class ScaledByLength(TrainerCallback):
         for group in optimizer.param_groups:
             # After the step the schedule replaces this rate.
             group["lr"] *= (end - begin) / self.stream.segment_length
-
-
-def check_growing(ratio: float, config: Any):
-    """Raise a ValueError if a memory is to grow and `mem_len` is 0."""
-    if not config.mem_len:
-        raise ValueError(f"--mem_warmup_ratio {ratio:g} grows no memory, as mem_len is 0: leave it out")

@@ -1,12 +1,12 @@
 """The card that `TransfoXLTrainer` writes of its model, and the files that it pushes beside the weights."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult
 from transformers import Trainer
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.modelcard import TrainingSummary
 
 from ..evaluation.cards import (
@@ -67,7 +67,7 @@ def create_model_card(
         repository,
         _as_list(tags),
         origin=f"It was trained on {trained_on}." if trained_on else "",
-        training=_evaluated(trainer) + "".join(summary.to_model_card().partition(PROCEDURE)[1:]),
+        training="".join(summary.to_model_card().partition(PROCEDURE)[1:]),
         language=language,
         license=summary.license,
         base_model=base_model,
@@ -103,18 +103,15 @@ def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
     return [logs for logs in history[:ended] if logs.get("step") == state.best_global_step] + history[ended:]
 
 
-def complete_push(trainer: Any, model: TransfoXLLayoutModel, checkpoint: str) -> None:
-    """Before the first push copy the model's code to the output directory, beside the weights that Trainer copies from
-    a checkpoint, and write a card unless the user wrote one.
+def complete_push(trainer: Any, model: TransfoXLLayoutModel) -> None:
+    """Before the first push write the model's code to the output directory, beside the weights that Trainer copies
+    from a checkpoint, and a card unless the user wrote one.
 
     Args:
-        trainer: whose output directory is pushed. model: its model, unwrapped. checkpoint: the folder.
+        trainer: whose output directory is pushed. model: its model, unwrapped.
     """
-    if not trainer.is_world_process_zero() or trainer.push_in_progress is not None:
-        return
     output = Path(trainer.args.output_dir)
-    for file in Path(checkpoint).glob("*.py"):
-        shutil.copyfile(file, output / file.name)
+    custom_object_save(model, output, config=model.config)
     card = output / "README.md"
     if not card.exists() or is_generated(card):
         write_model_card(card, model, trainer.hub_model_id, **_tokenizer(trainer))
@@ -123,18 +120,6 @@ def complete_push(trainer: Any, model: TransfoXLLayoutModel, checkpoint: str) ->
 def _tokenizer(trainer: Trainer) -> dict[str, Any]:
     """`tokenizer=True` for a card if the Trainer saves a tokenizer; otherwise the folder is searched."""
     return {} if trainer.processing_class is None else {"tokenizer": True}
-
-
-def _evaluated(trainer: Trainer) -> str:
-    """A sentence in Markdown with the figures of the model as it is now; none where it was not evaluated."""
-    figures = {
-        name: value
-        for logs in evaluations_of_now(trainer)
-        for name, value in logs.items()
-        if name.startswith("eval_") and not name.endswith(("_runtime", "_per_second", "_model_preparation_time"))
-    }
-    listed = [f"`{name}` {value:.4f}" for name, value in figures.items() if isinstance(value, float)]
-    return f"\nIts evaluation: {', '.join(listed)}.\n" if listed else ""
 
 
 def _as_list(values: str | list[str] | None) -> list[str]:

@@ -11,28 +11,29 @@ them (`checkpoint_problem`), and `data_only` makes `torch.load` refuse everythin
 import codecs
 import json
 import os
+import pickle
 import re
 import secrets
 import shutil
 import sys
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..files import MANIFEST_NAME, UNFINISHED_PREFIX, move_into_place, write_text
-from ..legacy.unpickle import STAND_IN, Machine, Name, StandIn, UnsafePickleError, load, shown
 
 logger = logging.get_logger(__name__)
 
@@ -50,7 +51,25 @@ DEEPSPEED_RECORDS = {
     "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
     "deepspeed.utils.tensor_fragment": ("fragment_address",),
 }
-MEMORY_FORMATS = f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__name__}"
+# Names in the list of shards that torch.distributed.checkpoint pickles, beside types of tensors.
+SHARD_RECORDS = {
+    *(f"pathlib{part}.{kind}Path" for part in ("", "._local") for kind in ("Posix", "Windows")),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+    "torch.Size",
+    *(
+        f"torch.distributed.checkpoint.metadata.{name}"
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+        )
+    ),
+}
 # Function by which early versions of Python 3.11 pickle a member of an enumeration.
 GETATTR = "builtins.getattr"
 
@@ -69,18 +88,15 @@ def begin_run(output_dir: str | os.PathLike, checkpoint: str | os.PathLike | Non
     return run
 
 
-def current_run(output_dir: str | os.PathLike) -> str | None:
-    """The run that writes to a directory, or None where none has begun."""
-    try:
-        run = json.loads((Path(output_dir) / RUN_NAME).read_text(encoding="utf-8"))["run"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-    return run if isinstance(run, str) else None
+def step_of(checkpoint: str | os.PathLike) -> int | None:
+    """The step in the name of a checkpoint; None for another name."""
+    match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", Path(checkpoint).name)
+    return int(match[1]) if match else None
 
 
 def list_checkpoints(output_dir: str | os.PathLike) -> list[tuple[int, Path]]:
     """The checkpoints of a directory with their steps, in the order of the steps, not of their times."""
-    found = [(_step(path), path) for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
+    found = [(step_of(path), path) for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
     return sorted((step, path) for step, path in found if step is not None)
 
 
@@ -89,13 +105,9 @@ def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
 
     A warning names checkpoints that cannot be used, or are of an earlier run in the same directory.
     """
-    unfinished = [(_step(path), path) for path in Path(output_dir).glob(f"{UNFINISHED_PREFIX}-*/*")]
-    # The sort is stable, so that of two with the same steps the renamed one comes first.
-    candidates = list_checkpoints(output_dir)[::-1] + [(step, path) for step, path in unfinished if step is not None]
-    run = current_run(output_dir)
-    for _, path in sorted(candidates, key=lambda candidate: -candidate[0]):
+    for _, path in reversed(list_checkpoints(output_dir)):
         problem = checkpoint_problem(path)
-        if problem is None and run not in (None, _read_manifest(path)["run"]):
+        if problem is None and not _is_of_current_run(path):
             problem = "it is of an earlier run in this directory; to go on from it, name it"
         if problem is None:
             return str(path)
@@ -110,26 +122,25 @@ def remove_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, kee
         limit: number of checkpoints to keep. None or 0: all.
         keep: checkpoints that are never removed.
     """
-    run, kept = current_run(output_dir), {Path(path).resolve() for path in keep if path is not None}
-    checkpoints = list_checkpoints(output_dir)
-    own = [path for _, path in checkpoints if run is None or _run_of(path) == run]
-    others = [path for _, path in checkpoints if path not in own]
-    candidates = [path for path in others + own if path.resolve() not in kept]
+    kept = {Path(path).resolve() for path in keep if path is not None}
+    checkpoints = [path for _, path in list_checkpoints(output_dir)]
+    # The sort is stable: within a run checkpoints stay in the order of their steps.
+    candidates = [path for path in sorted(checkpoints, key=_is_of_current_run) if path.resolve() not in kept]
     if limit:
         for path in candidates[: max(0, len(checkpoints) - limit)]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _step(path: Path) -> int | None:
-    match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)
-    return int(match[1]) if match else None
-
-
-def _run_of(checkpoint: Path) -> str | None:
+def _is_of_current_run(checkpoint: Path) -> bool:
+    """Whether a checkpoint is of the run that writes to its directory; True where none says that it does."""
     try:
-        return _read_manifest(checkpoint)["run"]
+        run = json.loads((checkpoint.parent / RUN_NAME).read_text(encoding="utf-8"))["run"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return True
+    try:
+        return _read_manifest(checkpoint)["run"] == run
     except ValueError:
-        return None
+        return False
 
 
 # --- whole, and data alone -------------------------------------------------------------------------------------------
@@ -139,18 +150,16 @@ def finish_checkpoint(written: Path, final: Path, run: str):
     """Write a checkpoint's manifest, rename the checkpoint, and remove unfinished folders beside it."""
     files = {path.relative_to(written).as_posix(): _describe(path) for path in written.rglob("*") if path.is_file()}
     _write_manifest(written, run, files)
-    # If the process is killed between the two renames that replace a checkpoint of the same name, `last_checkpoint`
-    # finds the new one in its unfinished folder.
     move_into_place(written, final)
     remove_unfinished(final.parent)
 
 
-def remove_unfinished(folder: Path, files: bool = False):
-    """Remove unfinished folders of killed processes; with `files`, where no other process writes, files too."""
+def remove_unfinished(folder: Path):
+    """Remove unfinished folders and files of killed processes."""
     for leftover in folder.glob(f"{UNFINISHED_PREFIX}-*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
-        elif files:
+        else:
             leftover.unlink(missing_ok=True)
 
 
@@ -186,7 +195,7 @@ def data_only() -> Iterator[None]:
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ[names[0]] = "1"
     try:
-        with torch.serialization.safe_globals(_plain_classes()):
+        with safe_globals(), torch.serialization.safe_globals(_plain_classes()):
             yield
     finally:
         del os.environ[names[0]]
@@ -203,34 +212,20 @@ def _describe(path: Path) -> dict[str, int]:
 
 
 def _write_manifest(folder: Path, run: str, files: dict[str, dict[str, int]]):
-    manifest = {"run": run, "files": files}
-    text = json.dumps(manifest | {"crc32": _checksum(manifest)}, indent=1)
-    (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
-
-
-def _checksum(manifest: dict[str, Any]) -> int:
-    """CRC-32 of a manifest's contents, so that damage to the list is not reported as damage to the listed files."""
-    return zlib.crc32(json.dumps([manifest["run"], manifest["files"]], sort_keys=True).encode())
+    (folder / MANIFEST_NAME).write_text(json.dumps({"run": run, "files": files}, indent=1), encoding="utf-8")
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint. Raises a ValueError that says what is wrong with it."""
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+        whole = all({"size", "crc32"} <= entry.keys() for entry in manifest["files"].values())
     except OSError as error:
         raise ValueError(f"it is incomplete, or not of a training with memory ({MANIFEST_NAME} is missing)") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is damaged ({MANIFEST_NAME} is no JSON)") from error
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    whole = isinstance(files, dict) and all(
-        isinstance(entry, dict) and {"size", "crc32"} <= set(entry) for entry in files.values()
-    )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it is damaged ({MANIFEST_NAME} is no list of files with checksums)") from error
     if not whole or not isinstance(manifest.get("run"), str):
-        raise ValueError(
-            f"it is damaged, or of an earlier version ({MANIFEST_NAME} is no list of files with checksums)"
-        )
-    if manifest.get("crc32") != _checksum(manifest):
-        raise ValueError(f"it is damaged ({MANIFEST_NAME} is not what was written)")
+        raise ValueError(f"it is damaged ({MANIFEST_NAME} names no run, or a file without a checksum)")
     return manifest
 
 
@@ -247,87 +242,70 @@ def _check_readable(path: Path, name: str):
                 # On "meta" only the structure is read.
                 torch.load(path, map_location="meta", weights_only=True)
         elif path.name.endswith(".metadata"):
-            load(path, _ShardsMachine())
+            with path.open("rb") as file:
+                _ShardsReader(file).load()
     except OSError:
         raise
     except Exception as error:
         raise ValueError(f"it is damaged, or holds more than data ({name} cannot be read)") from error
 
 
-def _memory_format(machine: Machine, kind: Any, name: Any) -> StandIn:
-    """`getattr` in a list of shards, for members of memory formats alone."""
-    if not isinstance(kind, Name) or str(kind) != MEMORY_FORMATS or name not in _MEM_FORMAT_ENCODING.__members__:
-        raise UnsafePickleError("getattr of anything but a memory format is no record of shards")
-    return StandIn(kind, (name,))
+class _Record:
+    """In place of anything that a list of shards names, so that reading the list has no effect."""
+
+    def __init__(self, *values: Any):
+        pass
+
+    def __setstate__(self, state: Any):
+        pass
 
 
-class _ShardsMachine(Machine):
+class _MemoryFormats(_Record):
+    """In place of the enumeration of memory formats."""
+
+
+def _memory_format(kind: Any, name: Any) -> _Record:
+    """In place of `getattr`, for members of the memory formats alone."""
+    if kind is not _MemoryFormats or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError("getattr of anything but a memory format is no record of shards")
+    return _Record()
+
+
+class _ShardsReader(pickle.Unpickler):
     """Reads the list of shards that torch.distributed.checkpoint pickles, and refuses any but its own records.
 
     torch then reads the list by the standard unpickler, so only names that do no harm are accepted.
     """
 
-    builders = Machine.builders | {GETATTR: _memory_format}
-    RECORDS = {
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "torch.serialization._get_layout",
-        "torch.Size",
-        "collections.OrderedDict",
-        "pathlib.PosixPath",
-        "pathlib.WindowsPath",
-        "pathlib._local.PosixPath",
-        "pathlib._local.WindowsPath",
-        *(
-            f"torch.distributed.checkpoint.metadata.{name}"
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-            )
-        ),
-        MEMORY_FORMATS,
-    }
-
-    def name(self, module: str, name: str) -> None:
-        if module in ("builtins", "__builtin__") and name == "getattr":
-            self.pay(STAND_IN)
-            self.stack.append(Name("builtins", name))
-            return
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not dtype and f"{module}.{name}" not in self.RECORDS:
-            raise UnsafePickleError(f"{shown(module)}.{shown(name)} is no record of shards")
-        super().name(module, name)
-
-    def key(self, value: Any) -> Any:
-        """A stand-in may be a key, because shards are found by a record of their name and offset."""
-        if isinstance(value, StandIn):
-            self.pay(STAND_IN)
-            return value
-        return super().key(value)
+    def find_class(self, module: str, name: str) -> Any:
+        path = f"{module}.{name}"
+        if path == "collections.OrderedDict":
+            return OrderedDict
+        if path in (GETATTR, "__builtin__.getattr"):
+            return _memory_format
+        if path == f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__name__}":
+            return _MemoryFormats
+        if path in SHARD_RECORDS or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return _Record
+        raise pickle.UnpicklingError(f"{path!r} is no record of shards")
 
 
 def _plain_classes() -> list:
-    """Classes in the pickles of accelerate, transformers and DeepSpeed beside tensors: arrays, and plain settings."""
-    multiarray = (np._core if hasattr(np, "_core") else np.core).multiarray
-    classes: list = [multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType, codecs.encode]
-    for module, names in DEEPSPEED_RECORDS.items():
-        # A run that uses DeepSpeed has loaded these modules.
-        classes += [getattr(sys.modules[module], name) for name in names if module in sys.modules]
-    return [*classes, (_member, GETATTR)]
+    """Classes in the pickles of accelerate and DeepSpeed that transformers' `safe_globals` leaves out."""
+    # A run that uses DeepSpeed has loaded these modules.
+    classes = [
+        getattr(sys.modules[module], name)
+        for module, names in DEEPSPEED_RECORDS.items()
+        for name in names
+        if module in sys.modules
+    ]
+    return [*classes, codecs.encode, (_member, GETATTR)]
 
 
 def _member(kind: Any, name: str) -> Enum:
-    """In place of `getattr`: the member of an enumeration, and of nothing else.
-
-    Raises:
-        UnsafePickleError: `kind` is no enumeration, or has no such member.
-    """
+    """In place of `getattr`: the member of an enumeration, and of nothing else."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise UnsafePickleError(f"{shown(name)} is no member of an enumeration")
+        raise pickle.UnpicklingError(f"{name!r} is no member of an enumeration")
     return kind[name]
 
 
@@ -340,7 +318,7 @@ def save_mems(folder: Path, layers: Sequence[Tensor], mask: Tensor | None, posit
     Args:
         layers: (G, m, D) for each layer, row g of stream g; empty at the beginning of the text.
         mask: (G, m) bool, which states are real; None: all of them.
-        position: the position of the training in its text, with the settings that it depends on.
+        position: the position of the training in its text, with the settings of `check_settings`.
     """
     tensors = {str(layer): states.cpu() for layer, states in enumerate(layers)}
     if mask is not None and not mask.all():
@@ -348,16 +326,9 @@ def save_mems(folder: Path, layers: Sequence[Tensor], mask: Tensor | None, posit
     save_file(tensors, folder / MEMS_NAME, metadata={"position": json.dumps(position)})
 
 
-def load_mems(
-    folder: Path, position: dict[str, Any], starts: Iterable[int], rows: int, device: torch.device
-) -> list[dict[str, Any]]:
-    """`mems` and `mems_mask` of streams [start, start + rows) for each start; neither at the beginning of the text.
-
-    Raises:
-        ValueError: the memory is of another position, or of another text or layout.
-    """
-    saved, layers = read_position(folder)
-    check_position(folder, saved, position)
+def load_mems(folder: Path, starts: Iterable[int], rows: int, device: torch.device) -> list[dict[str, Any]]:
+    """`mems` and `mems_mask` of streams [start, start + rows) for each start; neither at the beginning of the text."""
+    _, layers = read_position(folder)
     with safe_open(folder / MEMS_NAME, "pt") as file:
         if layers == 0:
             return [{} for _ in starts]
@@ -372,16 +343,17 @@ def load_mems(
         ]
 
 
-def check_position(folder: Path, saved: dict[str, Any], position: dict[str, Any]):
-    """Raise a ValueError where a checkpoint's memory is of another position, text or layout."""
-    # "read" is compared when the documents are read again.
-    names = {*saved, *position} - {"read"}
-    differing = {name for name in names if saved.get(name) != position.get(name)}
+def check_settings(folder: Path, settings: dict[str, Any]):
+    """Raise a ValueError where a checkpoint is of another text, layout, model or optimizer."""
+    saved, _ = read_position(folder)
+    # A position is where the training goes on; what was read is compared when it is read again.
+    names = {*saved, *settings} - {"epoch", "step", "read"}
+    differing = {name for name in names if saved.get(name) != settings.get(name)}
     if differing:
-        then, now = ({name: place.get(name) for name in sorted(differing)} for place in (saved, position))
+        then, now = ({name: each.get(name) for name in sorted(differing)} for each in (saved, settings))
         raise ValueError(
-            f"{folder} is from a stream at {then}, but the training would go on at {now}: resume with the "
-            "same text, batch size, lengths and seed"
+            f"{folder} is of a training with {then}, but this one has {now}: resume with the same text, batch size, "
+            "lengths, seed, model and optimizer"
         )
 
 
@@ -399,22 +371,7 @@ def read_position(folder: Path) -> tuple[dict[str, Any], int]:
     return position, len(names)
 
 
-def load_average(path: Path, average: Any, model: Any) -> None:
-    """Load the average of a checkpoint; neither a begun average is dropped nor another kind loaded.
-
-    Args:
-        average: an `Averaging`, or None.
-
-    Raises:
-        ValueError: the checkpoint has another average, or none.
-    """
-    if not path.is_file():
-        if average is not None:
-            raise ValueError(f"{path.parent} has no average of the weights: resume with average='none'")
-        return
+def load_average(checkpoint: Path) -> dict[str, Any]:
+    """The state of `Averaging` in a checkpoint of a training with an average."""
     with data_only():
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    if average is not None:
-        average.load_state_dict(saved, model)
-    elif saved["steps"]:
-        raise ValueError(f"{path.parent} has begun an average of the weights: resume with average as it was")
+        return torch.load(checkpoint / AVERAGE_NAME, map_location="cpu", weights_only=True)

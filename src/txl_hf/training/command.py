@@ -10,14 +10,13 @@ results). It sets any of the options below; the command line wins. DIR of --data
 TrainingArguments.
 
 --output then holds the model that was best in validation, with its tokenizer (for `AutoModelForCausalLM` and
-`AutoTokenizer`) and its step (`best.json`), `results.json`, the run's log (`log.jsonl`, `training.png`), the settings
-it ran with (`recipe.yaml`), and checkpoints, which are complete or absent. Killed at any moment and resumed, a run
-goes on as if it had never stopped; on SIGTERM it saves a checkpoint and stops.
+`AutoTokenizer`), `results.json`, the run's log (`log.jsonl`, `training.png`), the settings it ran with
+(`recipe.yaml`), and checkpoints, which are complete or absent. Killed at any moment and resumed, a run goes on as if
+it had never stopped; on SIGTERM it saves a checkpoint and stops.
 """
 
 import ctypes
 import functools
-import json
 import math
 import sys
 import tempfile
@@ -27,17 +26,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
-import numpy as np
 import pyarrow.compute
 import torch
 import transformers
-import yaml
 from accelerate import PartialState
 from accelerate.utils import set_seed
-from torch import Tensor
 from transformers import AutoModelForCausalLM, SchedulerType, get_scheduler
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..command_line import hub_or_folder, one_line_errors
 from ..data.corpora import SPLITS
@@ -49,18 +43,18 @@ from ..data.loading import (
     load_tokenizer,
 )
 from ..data.midi import EVENTS
-from ..data.streams import TokenStream, as_item, describe_stream, open_tokens, read_tokens
+from ..data.streams import RolledStream, TokenStream, open_tokens
 from ..data.texts import load_splits, read_document_end
+from ..evaluation.cards import RESULTS
 from ..evaluation.language_model import evaluate_language_model
-from ..files import LOCK_NAME, disk_errors, locked_folder, move_into_place, options_that_differ, write_text
+from ..files import LOCK_NAME, locked_folder
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-from .arguments import DataArguments, TransfoXLTrainingArguments
-from .callbacks import check_growing
-from .checkpoints import check_position, last_checkpoint, list_checkpoints, read_position, remove_unfinished
-from .recipe import FIXED, FREE, RECIPE, Arguments, parse_arguments, read_recipe
-from .report import RESULTS, RunReport, finish, read_best
+from .arguments import FREE, DataArguments, TransfoXLTrainingArguments
+from .checkpoints import last_checkpoint, list_checkpoints, remove_unfinished, step_of
+from .recipe import RECIPE, Arguments, parse_arguments
+from .report import RunReport, finish, save_best
 from .trainer import TransfoXLTrainer
 
 # Constants of glibc's malloc.h.
@@ -125,70 +119,62 @@ def prepare(arguments: Arguments) -> Prepared:
     share_out(arguments)
     max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * stream.steps)
     check_schedule(args, max_steps)
-    if args.mem_warmup_ratio:
-        check_growing(args.mem_warmup_ratio, config)
     return Prepared(tokenizer, texts, document_end, stream, config, max_steps)
 
 
 def train(arguments: Arguments):
-    """Train a model by a recipe, and score it. Invalid settings are refused before anything is written.
+    """Train a model by a recipe, and score it. Invalid settings are refused before any file of the run changes.
 
     Raises:
         ValueError, OSError: a setting, a text or a folder is invalid; the message says what would be right.
     """
     output, data, state = Path(arguments.training.output_dir), arguments.data, PartialState()
-    is_main = state.is_main_process
     prepared = prepare(arguments)
-    max_steps = prepared.max_steps
-    checkpoint, step = find_checkpoint(output, arguments, prepared)
-    model = make_model(arguments, prepared)
-    # All processes have searched for a checkpoint before one writes.
-    state.wait_for_everyone()
-    with locked_output(output, data.resume) if is_main else nullcontext():
-        if is_main:
-            begin_output(output, arguments, checkpoint, step, max_steps - step)
+    with locked_output(output, data.resume) if state.is_main_process else nullcontext():
         state.wait_for_everyone()
-        if checkpoint is not None:
-            checkpoint = output / checkpoint.name
-        if step < max_steps or not (output / RESULTS).exists():
-            trainer = make_trainer(arguments, model, prepared)
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-            done = trainer.state.global_step >= max_steps
-            if done and read_best(output) is None:
-                # The best model was of a later step and has been removed.
-                trainer.evaluate()
+        checkpoint = find_checkpoint(output) if data.resume else None
+        is_done = checkpoint is not None and step_of(checkpoint) == prepared.max_steps
+        if not is_done or not (output / RESULTS).exists():
+            trainer = make_trainer(arguments, prepared)
+            trainer.train(resume_from_checkpoint=checkpoint)
+            is_done = trainer.state.global_step >= prepared.max_steps
+            if is_done:
+                save_best(trainer, prepared.tokenizer)
             accelerator = trainer.accelerator
             # DDP's reducer is freed before the process group: afterwards it can wait for gloo's threads for ever.
             del trainer
             accelerator.free_memory()
             accelerator.end_training()
-            if not done:
+            if not is_done:
                 sys.exit("stopped: the same command with --resume goes on from the last checkpoint")
-        if is_main:
-            finish(output, prepared.texts, functools.partial(evaluation_of, data, prepared), data)
+        if state.is_main_process:
+            progress = not arguments.training.disable_tqdm
+            finish(output, prepared.texts, functools.partial(evaluation_of, data, prepared, progress=progress), data)
 
 
-def make_trainer(arguments: Arguments, model: TransfoXLForCausalLM, prepared: Prepared) -> TransfoXLTrainer:
-    """The trainer of a run, whose first callback of its own is `RunReport`."""
-    args, data, regularization = arguments.training, arguments.data, arguments.regularization
-    tokenizer, stream, validation = prepared.tokenizer, prepared.stream, prepared.texts["validation"]
-    report = RunReport(stream, validation, tokenizer, data.metric)
+def make_trainer(arguments: Arguments, prepared: Prepared) -> TransfoXLTrainer:
+    """The trainer of a run with its model, which ends with the weights that were best in validation."""
+    args, regularization = arguments.training, arguments.regularization
+    model = make_model(arguments, prepared)
+    # Set after the checks of TrainingArguments, which want each checkpoint validated: here each best model is saved.
+    args.load_best_model_at_end, args.metric_for_best_model, args.greater_is_better = True, "loss", False
+    if args.save_total_limit == 1:
+        # Trainer would remove the last checkpoint at the end, from which a longer training goes on.
+        args.save_total_limit = 2
     # Trainer's constructor sets the seed; `fork_rng` lets dropout draw after the weights, not again.
     with torch.random.fork_rng():
         trainer = TransfoXLTrainer(
             model,
             args,
-            train_dataset=stream,
-            eval_dataset=evaluation_of(data, prepared, validation),
-            callbacks=[report],
+            train_dataset=prepared.stream,
+            eval_dataset=evaluation_of(arguments.data, prepared, prepared.texts["validation"]),
             regularization=regularization if any(vars(regularization).values()) else None,
         )
     if args.world_size > 1:
         # Weights are the same in all processes, dropout is not.
         set_seed(args.seed, device_specific=True)
-    report.trainer = trainer
-    for shown in (ProgressCallback, PrinterCallback):
-        trainer.remove_callback(shown)
+    settings = {name: value for name, value in arguments.settings.items() if name != "resume"}
+    trainer.add_callback(RunReport(trainer, settings, arguments.data.metric))
     return trainer
 
 
@@ -268,29 +254,6 @@ def check_schedule(args: TransfoXLTrainingArguments, max_steps: int):
     except (TypeError, ZeroDivisionError) as error:
         name = getattr(kind, "value", kind)
         raise ValueError(f"--lr_scheduler_type {name} with --lr_scheduler_kwargs {details}: {error}") from error
-
-
-class RolledStream(TokenStream):
-    """A stream whose rows begin, in every epoch, at random places of their texts and wrap around (NVIDIA's --roll)."""
-
-    def __init__(self, *args, roll_seed: int, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.roll_seed = roll_seed
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int):
-        self.length = self.steps * self.segment_length
-        self.shifts = np.random.default_rng([self.roll_seed, epoch]).integers(self.length, size=self.batch_size)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        step, row = divmod(index, self.batch_size)
-        begin = (step * self.segment_length + int(self.shifts[row])) % self.length
-        end = begin + self.segment_length + 1
-        start = row * self.length
-        tokens = read_tokens(self.token_ids, start + begin, start + min(end, self.length))
-        if end > self.length:
-            tokens = torch.cat([tokens, read_tokens(self.token_ids, start, start + end - self.length)])
-        return as_item(tokens, self.segment_length)
 
 
 def find_document_end(data: DataArguments, tokenizer: Any, config: TransfoXLConfig) -> int | None:
@@ -435,72 +398,20 @@ def locked_output(output: Path, resume: bool) -> Iterator[None]:
     with locked_folder(output):
         # Another run may have begun and ended there since the first check.
         check_output(output, resume)
+        remove_unfinished(output)
         yield
 
 
-def find_checkpoint(output: Path, arguments: Arguments, prepared: Prepared) -> tuple[Path | None, int]:
-    """The last usable checkpoint of a run, if `--resume` is given and there is one, and its step.
+def find_checkpoint(output: Path) -> str | None:
+    """The last usable checkpoint of a run, or None where there is none at all.
 
     Raises:
-        ValueError: no checkpoint that is there is usable, or the run has another model, optimizer, average or text,
-            or fewer steps.
+        ValueError: no checkpoint that is there is usable.
     """
-    found = last_checkpoint(output) if arguments.data.resume else None
-    if found is None:
-        if arguments.data.resume and (unusable := list_checkpoints(output)):
-            names = ", ".join(path.name for _, path in unusable)
-            raise ValueError(
-                f"no checkpoint in --output {output} can be resumed ({names}; the lines above say why): choose "
-                "another folder"
-            )
-        return None, 0
-    folder, max_steps = Path(found), prepared.max_steps
-    if changed := changed_settings(folder, arguments, prepared.config):
+    if (found := last_checkpoint(output)) is None and (unusable := list_checkpoints(output)):
+        names = ", ".join(path.name for _, path in unusable)
         raise ValueError(
-            f"{folder} has another model or optimiser: resume with the recipe and options of the run ({changed})"
+            f"no checkpoint in --output {output} can be resumed ({names}; the lines above say why): choose another "
+            "folder"
         )
-    step = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
-    if step > max_steps:
-        raise ValueError(
-            f"{max_steps} steps are fewer than the {step} that {folder} has done (--max_steps or "
-            f"--num_train_epochs): give {step} or more"
-        )
-    saved, _ = read_position(folder)
-    place = {name: saved[name] for name in ("epoch", "step") if name in saved}
-    check_position(folder, saved, describe_stream(prepared.stream) | place)
-    # A damaged best.json is refused before any training.
-    read_best(output)
-    return folder, step
-
-
-def changed_settings(checkpoint: Path, arguments: Arguments, config: TransfoXLConfig) -> str:
-    """The first setting by which model or optimizer differ from those of the checkpoint's run; "" if there is none."""
-    made = TransfoXLConfig.from_pretrained(checkpoint)
-    before, now = ({name: getattr(each, name) for name in FIXED} for each in (made, config))
-    path = Path(arguments.training.output_dir, RECIPE)
-    recipe = read_recipe(path) if path.exists() else {}
-    for name, default in (("optimizer", "adam"), ("average", "none")):
-        before[name], now[name] = recipe.get(name, default), arguments.settings.get(name, default)
-    return options_that_differ(before, now)
-
-
-def begin_output(output: Path, arguments: Arguments, checkpoint: Path | None, step: int, left: int):
-    """Rename a killed run's complete checkpoint to its final name, write the settings of the run, and print those that
-    changed.
-
-    Args:
-        step: step of the checkpoint that is resumed; 0: a new run. left: number of steps that remain.
-    """
-    if checkpoint is not None and checkpoint.parent != output:
-        move_into_place(checkpoint, output / checkpoint.name)
-    remove_unfinished(output, files=True)
-    given = {name: value for name, value in arguments.settings.items() if name != "resume"}
-    before = read_recipe(output / RECIPE) if step else given
-    if step and not left:
-        return
-    for name in sorted((given.keys() | before.keys()) - {"output"}):
-        if (old := before.get(name)) != (new := given.get(name)):
-            print(f"from step {step} on {name} is {new}, until then {old}", file=sys.stderr)
-    (output / RESULTS).unlink(missing_ok=True)
-    with disk_errors(output):
-        write_text(output / RECIPE, yaml.safe_dump(given, sort_keys=False))
+    return found

@@ -130,14 +130,7 @@ class Averaging(TrainerCallback):
         return {"steps": self.steps, "decay": self.decay, "weights": self.weights}
 
     def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
-        """Load a state of `state_dict`.
-
-        Raises:
-            ValueError: the state is of another kind of average, or began before `start`.
-        """
-        if state["steps"] and (state["decay"] is None) != (self.decay is None):
-            before, now = ("equal" if decay is None else "ema" for decay in (state["decay"], self.decay))
-            raise ValueError(f"average was {before} and is {now}")
+        """Load a state of `state_dict`."""
         self.steps = state["steps"]
         self.weights = [
             saved.to(weight.device) for saved, weight in zip(state["weights"], model.parameters(), strict=False)

@@ -22,26 +22,14 @@ from transformers import HfArgumentParser, TrainingArguments
 from ..command_line import CommandParser
 from ..data.corpora import SPLITS
 from ..kernels.operators import bf16_is_faster
-from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.positions_transfo_xl import POSITIONS
 from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
-from .arguments import DataArguments, ModelArguments, TransfoXLTrainingArguments
+from .arguments import CONFIG, DataArguments, ModelArguments, TransfoXLTrainingArguments
 from .regularization import RegularizationArguments
 
 # The settings of a run, in its folder.
 RECIPE = "recipe.yaml"
 GROUPS = (ModelArguments, DataArguments, RegularizationArguments, TransfoXLTrainingArguments)
-# Fields of the configuration that the text decides, or that do not affect training, which are no options.
-_OF_THE_TEXT = {"vocab_size", "eos_token_id", "adaptive", "sample_softmax", "tie_projs", "input_size", "output_logits"}
-CONFIG = {
-    entry.name: entry.default if entry.default is not dataclasses.MISSING else None
-    for entry in dataclasses.fields(TransfoXLConfig)
-    if entry.name in TransfoXLConfig.__annotations__ and entry.name not in _OF_THE_TEXT
-}
-# Lengths and dropouts, which may change when a training is resumed or a checkpoint fine-tuned. Weights depend on all
-# other fields.
-FREE = {"dropout", "dropatt", "tgt_len", "mem_len", "ext_len", "clamp_len", "decay_len", "same_length"}
-FIXED = CONFIG.keys() - FREE - {"init", "init_range", "init_std", "proj_init_std", "max_klen"}
 # Former names of options that now have transformers' names.
 RENAMED = {
     "eval_every": "eval_steps",
@@ -256,6 +244,8 @@ def _choose(values: dict[str, Any], named: set[str]):
     """Defaults for options that are not given: precision, device, optimizer, evaluations, checkpoints, loading."""
     on_gpu = torch.cuda.is_available()
     chosen: dict[str, Any] = {"use_cpu": not torch.accelerator.is_available(), "eval_strategy": "steps"}
+    # In a file a bar would be a line for each step.
+    chosen["disable_tqdm"] = not sys.stderr.isatty()
     if not {"bf16", "fp16"} & named and "ACCELERATE_MIXED_PRECISION" not in os.environ:
         # GPUs before Ampere emulate bf16, at a fraction of the speed of fp32.
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else bf16_is_faster()

@@ -4,12 +4,12 @@ import copy
 import os
 import re
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy, default_compute_objective
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
 
 from ..data.streams import check_loader, describe_stream
@@ -36,14 +36,16 @@ from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
 from ..transfo_xl.masks_transfo_xl import without_padding
 from ..transfo_xl.memory_transfo_xl import cloned_states, latest_states, mask_overflow, memory_of, real_states
-from .arguments import TransfoXLTrainingArguments
+from .arguments import FIXED, TransfoXLTrainingArguments
 from .callbacks import MemoryLength, ScaledByLength
 from .cards import complete_push, create_model_card
 from .checkpoints import (
     AVERAGE_NAME,
     UNFINISHED_PREFIX,
     begin_run,
+    check_settings,
     checkpoint_problem,
+    data_only,
     finish_checkpoint,
     last_checkpoint,
     load_average,
@@ -99,8 +101,8 @@ class _WholeSteps(JITCheckpointCallback):
             control.should_log = control.should_save = control.should_training_stop = True
 
 
-class _Beginnings(TrainerCallback):
-    """Calls `begin_training` and `begin_epoch` of a trainer."""
+class _Events(TrainerCallback):
+    """Calls methods of a trainer at the events that Trainer has no method for."""
 
     def __init__(self, trainer: "TransfoXLTrainer"):
         self.trainer = trainer
@@ -110,6 +112,12 @@ class _Beginnings(TrainerCallback):
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.trainer.begin_epoch()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.trainer.end_training()
+
+    def on_push_begin(self, args, state, control, **kwargs):
+        self.trainer.begin_push()
 
 
 class TransfoXLTrainer(Trainer):
@@ -169,6 +177,7 @@ class TransfoXLTrainer(Trainer):
         args = TransfoXLTrainingArguments("tmp_trainer") if args is None else TransfoXLTrainingArguments.of(args)
         # Segments are whole, and Trainer would pad them if there is a tokenizer, which is only saved with the model.
         super().__init__(model, args, data_collator or default_data_collator, *more, **kwargs)
+        self.args.train_sampling_strategy = "sequential"
         if not torch.accelerator.is_available():
             # As `use_cpu` sets it, because torch warns of memory that is pinned without a device.
             self.args.dataloader_pin_memory = False
@@ -177,7 +186,7 @@ class TransfoXLTrainer(Trainer):
         _check_arguments(self.args)
         others = {"ext_len": self.model.config.ext_len, "regularization": regularization}
         others["compute_loss_func"] = self.compute_loss_func
-        if getattr(self.args, "backprop_segments", 1) > 1 and (found := [name for name in others if others[name]]):
+        if self.args.backprop_segments > 1 and (found := [name for name in others if others[name]]):
             raise ValueError(
                 f"backprop_segments={self.args.backprop_segments} reads an item as several segments, which goes with "
                 f"no {' or '.join(found)}: set it to 1"
@@ -197,40 +206,45 @@ class TransfoXLTrainer(Trainer):
         self._run: str | None = None
         # The optimizer's settings by group, if this trainer made the optimizer.
         self._asked: list[dict[str, Any]] = []
-        self._writing_to: Path | None = None
         self._tokens: Tensor | int = 0
         self._tokens_logged = 0
         self._counted_since = time.perf_counter()
 
     def _add_callbacks(self):
-        self.add_callback(_Beginnings(self))
+        args = self.args
+        self.add_callback(_Events(self))
         if (theirs := self.pop_callback(JITCheckpointCallback)) is not None:
             whole_steps = _WholeSteps()
             whole_steps.trainer, whole_steps.jit_manager = self, theirs.jit_manager
             self.add_callback(whole_steps)
-        if getattr(self.args, "mem_warmup_ratio", 0):
-            self.add_callback(MemoryLength(self, self.args.mem_warmup_ratio))
-        if getattr(self.args, "scale_lr_by_length", False):
+        if args.mem_warmup_ratio:
+            self.add_callback(MemoryLength(self, args.mem_warmup_ratio))
+        if args.scale_lr_by_length:
             self.add_callback(ScaledByLength(self.train_dataset))
-        if (average := getattr(self.args, "average", "none")) != "none":
-            decay = self.args.ema_decay if average == "ema" else None
-            self.add_callback(Averaging(decay, self.args.average_start))
-        found = (each for each in self.callback_handler.callbacks if isinstance(each, Averaging))
-        self._averaging = next(found, None)
-        if self._averaging is not None and self.is_fsdp_enabled:
-            raise ValueError("an average needs whole weights, which FSDP does not keep: use average='none'")
+        self._averaging: Averaging | None = None
+        if args.average != "none":
+            if self.is_fsdp_enabled:
+                raise ValueError("an average needs whole weights, which FSDP does not keep: use average='none'")
+            self._averaging = Averaging(args.ema_decay if args.average == "ema" else None, args.average_start)
+            self.add_callback(self._averaging)
 
     def call_model_init(self, trial=None):
         model = super().call_model_init(trial)
-        # Trainer's constructor calls this before it has a tokenizer.
-        check_special_tokens(model.config, getattr(self, "processing_class", None))
+        model._keys_to_ignore_on_save = [*model.all_tied_weights_keys]
         if self._regularization is not None:
             self._regularizer = regularize(model, self._regularization)
         return model
 
     def hyperparameter_search(self, hp_space=None, compute_objective=None, *args, **kwargs):
-        """As `Trainer.hyperparameter_search`, of `eval_loss` or of the summed figures of `compute_metrics`."""
-        return super().hyperparameter_search(hp_space, compute_objective or default_objective, *args, **kwargs)
+        """As `Trainer.hyperparameter_search`, by default of `eval_loss`.
+
+        Raises:
+            ValueError: there is a `compute_metrics`, whose figures the default would ignore.
+        """
+        if compute_objective is None and self.compute_metrics is not None:
+            raise ValueError("compute_objective is missing: say which figures of compute_metrics are searched for")
+        objective = compute_objective or itemgetter("eval_loss")
+        return super().hyperparameter_search(hp_space, objective, *args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, *args, **kwargs):
         """As `Trainer.train`, but only a complete checkpoint is resumed; with True, the last complete one.
@@ -253,8 +267,12 @@ class TransfoXLTrainer(Trainer):
             )
         self._resumed_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         self._run = None
+        if self._resumed_from is not None and not self.args.ignore_data_skip:
+            check_settings(self._resumed_from, self._settings())
         if self.model_init is None:
             check_special_tokens(self.model.config, self.processing_class)
+            # Tied tensors are saved once: their other names are missing in a checkpoint, which needs no warning.
+            self.model._keys_to_ignore_on_save = [*self.model.all_tied_weights_keys]
             model = self.accelerator.unwrap_model(self.model)
             regularized = self._regularizer is not None
             if not self._compiled and should_compile_layers(self.args, self.accelerator.device, model, regularized):
@@ -265,31 +283,18 @@ class TransfoXLTrainer(Trainer):
             if dataset is not None and not callable(dataset):
                 self.get_eval_dataloader(dataset)
         try:
-            return super().train(str(self._resumed_from) if self._resumed_from else None, *args, **kwargs)
+            if self._resumed_from is None:
+                return super().train(None, *args, **kwargs)
+            # accelerate and DeepSpeed would execute what the pickles of their shards name.
+            with data_only():
+                return super().train(str(self._resumed_from), *args, **kwargs)
         finally:
             self._memory, self._resumed_from, self._captured = _Memory(), None, None
 
     # --- data --------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
-        if self.train_dataset is None:
-            raise ValueError("Trainer: training requires a train_dataset.")
-        workers = self.args.dataloader_num_workers
-        loader = DataLoader(
-            self.train_dataset,
-            batch_size=self._train_batch_size,
-            collate_fn=self._get_collator_with_removed_columns(self.data_collator, description="Training"),
-            num_workers=workers,
-            pin_memory=self.args.dataloader_pin_memory,
-            persistent_workers=self.args.dataloader_persistent_workers,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
-            multiprocessing_context=self.args.dataloader_multiprocessing_context,
-            in_order=self.args.dataloader_in_order,
-            worker_init_fn=_leave_interrupts if workers else None,
-            # A generator of its own, so that the loader does not draw from the one of dropout.
-            generator=torch.Generator(),
-        )
-        loader = self.accelerator.prepare(loader)
+        loader = super().get_train_dataloader()
         self._check_loader(loader, self.train_dataset, "train_dataset", self.args.gradient_accumulation_steps)
         return loader
 
@@ -371,7 +376,7 @@ class TransfoXLTrainer(Trainer):
         self._tokens, self._tokens_logged, self._counted_since = 0, past[-1] if past else 0, time.perf_counter()
         if self._resumed_from is not None:
             self._set_optimizer()
-            load_average(self._resumed_from / AVERAGE_NAME, self._averaging, self.model)
+            self._load_average(self._resumed_from)
         self._captured = self._make_captured()
         if self._compiled or self._captured is not None:
             logger.info(
@@ -380,6 +385,16 @@ class TransfoXLTrainer(Trainer):
             )
         if self.args.should_save and self.args.save_strategy != SaveStrategy.NO:
             self._run = begin_run(Path(self.args.output_dir), self._resumed_from)
+
+    def end_training(self):
+        """Called after Trainer has loaded the weights of the best checkpoint, if it does: they have their average."""
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None:
+            self._load_average(Path(best))
+
+    def _load_average(self, checkpoint: Path):
+        if self._averaging is not None and (checkpoint / AVERAGE_NAME).is_file():
+            self._averaging.load_state_dict(load_average(checkpoint), self.model)
 
     def _set_optimizer(self):
         """Set the current settings, because an optimizer and its schedule load those of their checkpoint."""
@@ -409,7 +424,7 @@ class TransfoXLTrainer(Trainer):
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         made = self.optimizer is None
-        if made and getattr(self.args, "optimizer", None) is not None:
+        if made and self.args.optimizer is not None:
             if self.args.optimizer == "lamb" and self.is_fsdp_enabled:
                 # LAMB clamps a norm in place, which PyTorch does not support for a sharded weight.
                 raise ValueError("--optimizer lamb needs whole weights, which FSDP does not keep: use adam or muon")
@@ -624,15 +639,13 @@ class TransfoXLTrainer(Trainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         if self.args.label_names is None:
-            self.label_names = [name for name in ("shift_labels", "labels") if name in inputs][:1]
+            self.label_names = ["labels" if "shift_labels" not in inputs else "shift_labels"]
         if missing := [name for name in self.label_names if inputs.get(name) is None]:
             # Without labels Trainer computes no loss, and the memory would not be passed on.
             raise ValueError(
                 f"label_names={self.label_names}, but the items have {', '.join(inputs)}, and no "
                 f"{', '.join(missing)}: an evaluation with memory needs labels"
             )
-        if not self.label_names:
-            raise ValueError("an evaluation with memory needs items with shift_labels or labels")
         self._set_signature_columns_if_needed()
         if "output_logits" in self._signature_columns:
             # Logits beside a loss cost a product with the whole vocabulary, so they are computed for predictions only.
@@ -661,79 +674,67 @@ class TransfoXLTrainer(Trainer):
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _get_output_dir(self, trial) -> str:
-        return super()._get_output_dir(trial) if self._writing_to is None else str(self._writing_to)
-
     def _save_checkpoint(self, model, trial):
         """Write a checkpoint under an unfinished name, rename it when complete, and only then remove older ones."""
-        with self._uncounted(), disk_errors(self.args.output_dir):
-            run = Path(self._get_output_dir(trial))
-            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            aside = run / f"{UNFINISHED_PREFIX}-{self.state.global_step}"
-            if self.args.should_save:
+        args, run, step = self.args, Path(self._get_output_dir(trial)), self.state.global_step
+        aside, final = run / f"{UNFINISHED_PREFIX}-{step}", run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        with self._uncounted(), disk_errors(args.output_dir):
+            if args.should_save:
                 shutil.rmtree(aside, ignore_errors=True)
             self.accelerator.wait_for_everyone()
-            self._writing_to = aside
+            # Nothing is pushed or removed before the checkpoint has its name.
+            self.args = copy.copy(args)
+            self.args.output_dir, self.args.push_to_hub, self.args.save_total_limit = str(aside), False, None
             try:
                 super()._save_checkpoint(model, trial)
+                written = Path(self._get_output_dir(trial), final.name)
             finally:
-                self._writing_to = None
-            if not self.args.save_only_model:
-                self._save_memory(aside / name)
-                if self._averaging is not None and self.args.should_save:
-                    torch.save(self._averaging.state_dict(), aside / name / AVERAGE_NAME)
-            if self.state.best_model_checkpoint == str(aside / name):
-                self.state.best_model_checkpoint = str(run / name)
+                self.args = args
+            if not args.save_only_model:
+                self._save_memory(written)
+                if self._averaging is not None and args.should_save:
+                    torch.save(self._averaging.state_dict(), written / AVERAGE_NAME)
+            if self.state.best_model_checkpoint == str(written):
+                self.state.best_model_checkpoint = str(final)
             self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
+            if args.should_save:
+                torch.save(args, written / TRAINING_ARGS_NAME)
+                self.state.save_to_json(str(written / TRAINER_STATE_NAME))
                 if self._run is None:
                     # A callback requested this checkpoint, without a `save_strategy`.
                     self._run = begin_run(run)
-                finish_checkpoint(aside / name, run / name, self._run)
-                if self.args.push_to_hub:
-                    self._push_from_checkpoint(str(run / name))
-                # Trainer's own method is not used, because it orders checkpoints by their times.
-                keep = [run / name, self.state.best_model_checkpoint]
-                remove_old_checkpoints(run, self.args.save_total_limit, keep)
+                finish_checkpoint(written, final, self._run)
+                if args.push_to_hub:
+                    self._push_from_checkpoint(str(final))
+                # Trainer's own function is not used, because it orders checkpoints by their times.
+                remove_old_checkpoints(run, args.save_total_limit, keep=[final, self.state.best_model_checkpoint])
             self.accelerator.wait_for_everyone()
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # No push while the checkpoint has its unfinished name, because it is renamed while an upload runs.
-        if self._writing_to is not None:
-            return
-        if (model := self._model_of_card()) is not None:
-            complete_push(self, model, checkpoint_folder)
-        super()._push_from_checkpoint(checkpoint_folder)
+    def begin_push(self):
+        """Called before files are copied to the output directory and pushed."""
+        if self.is_world_process_zero() and (model := self._model_of_card()) is not None:
+            complete_push(self, model)
 
-    def _issue_warnings_after_load(self, load_result) -> None:
-        # Tied tensors are saved once, so their other names are not missing.
-        missing = [name for name in load_result.missing_keys if name not in self.model.all_tied_weights_keys]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
-
-    def _position(self, memory: _Memory) -> dict[str, Any]:
-        """The position of a memory, counted in steps that the weights learned from, because loaders read ahead."""
-        position = {**describe_stream(self.train_dataset), "epoch": memory.epoch, "step": memory.step}
-        if not isinstance(self.train_dataset, IterableDataset):
-            position["steps"] = len(self.train_dataset) // self.train_dataset.batch_size
-            if memory.step == position["steps"]:
-                position |= {"epoch": memory.epoch + 1, "step": 0}
-        return position
+    def _settings(self) -> dict[str, Any]:
+        """The settings without which a training does not go on: of the text, the weights and the optimizer."""
+        settings = {name: getattr(self.model.config, name) for name in FIXED} | describe_stream(self.train_dataset)
+        return settings | {"optimizer": self.args.optimizer, "average": self.args.average}
 
     def _save_memory(self, folder: Path):
-        # If a callback has ended the epoch, the memory is the empty one of the next.
-        ended = self.control.should_epoch_stop
-        memory = self._empty_memory(self._memory.epoch + 1) if ended else self._memory
-        position, memories = self._position(memory), memory.memories
-        layers, mask = [], None
+        memory, dataset = self._memory, self.train_dataset
+        ended = not isinstance(dataset, IterableDataset) and memory.step == len(dataset) // dataset.batch_size
+        if ended or self.control.should_epoch_stop:
+            memory = self._empty_memory(memory.epoch + 1)
+        layers, mask, memories = [], None, memory.memories
+        position: dict[str, Any] = {"epoch": memory.epoch, "step": memory.step}
         # At the end of an epoch there is no memory to save.
-        if position["step"] > 0 and memories[0]:
+        if memory.step > 0 and memories[0]:
             layers = [self._gather(states) for states in zip(*(memory["mems"] for memory in memories), strict=True)]
             mask = self._gather([real_states(**memory).byte() for memory in memories]).bool()
-        if isinstance(self.train_dataset, TextStream) and position["step"] > 0:
-            position["read"] = self.train_dataset.documents_read
+        if isinstance(dataset, TextStream) and memory.step > 0:
+            position["read"] = dataset.documents_read
         if self.args.should_save:
-            save_mems(folder, layers, mask, position)
+            save_mems(folder, layers, mask, position | self._settings())
 
     def _gather(self, parts: Iterable[Tensor]) -> Tensor:
         """Tensors of the micro-batches of all processes, joined in the order of the streams."""
@@ -741,15 +742,14 @@ class TransfoXLTrainer(Trainer):
 
     def _load_memory(self, folder: Path) -> _Memory:
         """The memory of the rows of this process, from a checkpoint."""
-        memory, (saved, _) = self._empty_memory(0), read_position(folder)
-        memory.epoch, memory.step = saved["epoch"], saved["step"]
+        saved, _ = read_position(folder)
         if isinstance(self.train_dataset, TextStream) and "read" in saved:
             self.train_dataset.expect(saved["read"])
-        micro_batches, position = self.args.gradient_accumulation_steps, self._position(memory)
-        rows = position["batch_size"] // (micro_batches * self.args.world_size)
-        starts = [(a * self.args.world_size + self.args.process_index) * rows for a in range(micro_batches)]
-        memory.memories = load_mems(folder, position, starts, rows, self.args.device)
-        return memory
+        micro_batches, processes = self.args.gradient_accumulation_steps, self.args.world_size
+        rows = self.train_dataset.batch_size // (micro_batches * processes)
+        starts = [(a * processes + self.args.process_index) * rows for a in range(micro_batches)]
+        memories = load_mems(folder, starts, rows, self.args.device)
+        return _Memory(memories, epoch=saved["epoch"], step=saved["step"])
 
 
 def check_special_tokens(config: TransfoXLConfig, tokenizer):
@@ -771,20 +771,6 @@ def check_special_tokens(config: TransfoXLConfig, tokenizer):
                 f"{name}={getattr(tokenizer, name)!r} of the tokenizer is token {token}, but the model has the tokens "
                 f"[0, {config.vocab_size}): call model.resize_token_embeddings(len(tokenizer)) before training"
             )
-
-
-def _leave_interrupts(worker: int):
-    """Ignore Ctrl-C in a worker process of a loader: all processes of a terminal get it, and the end of this one would
-    raise an error in the thread that pins memory.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def default_objective(metrics: dict[str, float]) -> float:
-    """The objective of a search: `default_compute_objective` without the figures that this trainer adds."""
-    prefixes = [name.removesuffix("_tokens_per_second") for name in metrics if name.endswith("_tokens_per_second")]
-    gained = {f"{prefix}_{name}" for prefix in prefixes for name in (*METRICS, "tokens")}
-    return default_compute_objective({name: value for name, value in metrics.items() if name not in gained})
 
 
 def _check_arguments(args: TrainingArguments):
