@@ -59,7 +59,7 @@ def decay_of_distances(key_length: int, config: Any, embeds: Tensor) -> Tensor |
 
     A key is thereby weighed by (decay_len / distance)². KERPLE (Chi et al., 2022, https://arxiv.org/abs/2205.09921)
     learns such scores from the first distance on. Here the distances of training have the score 0, so that no model
-    has to be trained with the decay; those beyond have the position of `decay_len`, because their own were not trained.
+    has to be trained with the decay; those beyond have the position of `decay_len`, as their own were not trained.
     """
     if not (_is_symbol() or key_length - 1 > config.decay_len):
         return None
