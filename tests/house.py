@@ -41,14 +41,14 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (23_014, 17_500),
+    "lines installed": (23_052, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
-    "lines of the Hub set": (6_261, 5_200),
+    "lines of the Hub set": (6_260, 5_200),
     "functions of a forward": (60, 60),
     "modules of a forward": (8, 8),
-    "lines of a forward": (1_133, 1_000),
-    "lines of the longest module": (1_019, 1_050),
+    "lines of a forward": (1_132, 1_000),
+    "lines of the longest module": (1_018, 1_050),
     "lines of the longest function": (60, 60),
     "private methods of others overridden": (19, 15),
     "assignments into other libraries": (0, 0),
