@@ -414,6 +414,7 @@ def prepare_step(model: TransfoXLForCausalLM, ids: torch.Tensor, past: Any, work
         optimizer.zero_grad()
 
     step()
+    assert steps.graphs, "the step was not captured"
     return step
 
 
@@ -498,9 +499,13 @@ def layer_of(workload: Workload, backend: str, rows: int, **options) -> Callable
     config = TransfoXLConfig(**workload.config, mem_len=workload.memory, tgt_len=workload.segment)
     config._attn_implementation = backend
     layer = TransfoXLLayer(config, 0)
+    locked = {}
     for part, name in ((layer.self_attn, "attention_dropout"), (layer.mlp, "mlp_dropout")):
         if rate := workload.regularized.get(name):
             part.dropout = LockedDropout(rate)
+            widths = [config.d_model] if part is layer.self_attn else [config.d_inner, config.d_model]
+            # As `Regularizer` draws those of all layers.
+            locked[part.dropout] = torch.empty(rows, 1, sum(widths)).split(widths, dim=-1)
     if workload.task == "step":
         leaves = ProductWeights(dict(layer.named_parameters()), config, torch.bfloat16).leaves()
         for name, leaf in leaves.items():
@@ -522,8 +527,10 @@ def layer_of(workload: Workload, backend: str, rows: int, **options) -> Callable
     )
 
     def step():
+        for dropout, masks in locked.items():
+            dropout.masks = masks
         with torch.autocast(hidden.device.type, torch.bfloat16):
-            outputs = layer(hidden, memory, distances=distances, segment=segment)
+            outputs = layer(hidden, memory, distances=distances, segment=segment, state=None)
         torch.autograd.grad(outputs, [hidden, *layer.parameters()], gradient)
 
     return step

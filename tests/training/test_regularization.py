@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, HfArgumentParser, set_seed
 
 pytest.importorskip("accelerate")
@@ -17,6 +18,7 @@ from trainer_process import make_arguments, make_text, read_losses, run
 from trainer_process import make_model as make_small
 from txl_hf import TokenStream, TransfoXLModel
 from txl_hf.training.regularization import LockedDropout, RegularizationArguments, regularize
+from txl_hf.training.steps import compile_layers
 from txl_hf.training.trainer import TransfoXLTrainer
 from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
@@ -75,6 +77,50 @@ def test_one_mask_for_all_positions_of_a_row(make_model, make_ids, place, count)
     # Rows, channels and forwards are independent.
     assert not torch.equal(kept[0], kept[1]) and not torch.equal(kept[:, 0], kept[:, 1])
     assert kept.mean((0, 1)).std() < 0.15 and 0.1 < kept.mean((0, 1)).min()
+
+
+def test_all_masks_of_a_forward_are_one_draw_and_independent(make_model, make_ids):
+    """A draw is a launch on a GPU. All masks are as wide here, so that one cannot pass for another's part."""
+    model = make_model(d_inner=16, dropout=0.0, dropatt=0.0).train()
+    rates = {"input_dropout": 0.6, "attention_dropout": 0.2, "mlp_dropout": 0.3, "output_dropout": 0.5}
+    regularizer = regularize(model, RegularizationArguments(**rates))
+    locks, masks = [lock for lock, _ in regularizer._locked], []
+    for lock in locks:
+        lock.register_forward_pre_hook(lambda module, args: masks.append((module.p, module.masks[0])))
+    torch.manual_seed(0)
+    for rows in (300, 200):
+        masks.clear()
+        ids = make_ids(rows, 3)
+        with Draws() as draws:
+            model(ids)
+        assert draws.count == 1
+        # A call of attention's in a layer, two of the feed-forward's.
+        assert [p for p, _ in masks] == [0.6, *[0.2, 0.3, 0.3] * model.config.n_layer, 0.5]
+        assert all(mask.shape == (rows, 1, 16) for _, mask in masks)
+        for p, mask in masks:
+            assert torch.isclose(mask, torch.tensor(1 / (1 - p))).logical_or(mask == 0).all()
+            assert (mask == 0).float().mean() == pytest.approx(p, abs=0.03)
+        # Of masks, of channels of a mask, and of rows: no pair of them goes together.
+        kept = torch.stack([(mask != 0).float().squeeze(1) for _, mask in masks])
+        assert torch.corrcoef(kept.flatten(1)).fill_diagonal_(0).abs().max() < 0.1
+        assert torch.corrcoef(kept.transpose(0, 1).flatten(1).T).fill_diagonal_(0).abs().max() < 0.4
+        assert torch.corrcoef(kept.transpose(0, 1).flatten(1)[:40]).fill_diagonal_(0).abs().max() < 0.6
+    # Each mask was used once; a call outside of a forward draws one.
+    assert not any(lock.masks for lock in locks)
+    states = torch.ones(2, 3, 16)
+    with Draws() as draws:
+        assert locks[0](states).shape == states.shape
+    assert draws.count == 1
+
+
+class Draws(TorchDispatchMode):
+    """The number of operators that draw."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += torch.Tag.nondeterministic_seeded in function.tags
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("changes", [{}, {"div_val": 1}, {"cutoffs": [], "div_val": 1}], ids=["bins", "one", "plain"])
@@ -329,13 +375,19 @@ def test_a_regularised_model_is_saved_like_any_other(make_model, make_ids, tmp_p
 
 
 def test_gradient_checkpointing_draws_the_same_masks_again(make_model, make_ids):
-    ids = make_ids(2, 6)
+    """Also of the first of two forwards, whose layers are computed again after the second."""
     results = []
     for checkpointed in (False, True):
         model = make_model().train()
+        regularize(model, PTB)
+        # Locked dropouts draw by themselves in both.
+        model.transformer.gradient_checkpointing = True
         if checkpointed:
             model.gradient_checkpointing_enable()
-        results.append(gradients(model, ids, regularize(model, PTB)))
+        torch.manual_seed(0)
+        loss = torch.stack([model(ids, labels=ids).loss for ids in (make_ids(2, 6), make_ids(2, 6, seed=1))]).sum()
+        loss.backward()
+        results.append((loss, [parameter.grad for parameter in model.parameters()]))
     assert torch.equal(results[0][0], results[1][0])
     assert all(map(torch.equal, results[0][1], results[1][1]))
 
@@ -391,6 +443,23 @@ def test_compiled_with_dropout(make_model, make_ids):
     mask = dropped[:, :1] / raw[:, :1]
     torch.testing.assert_close(dropped, raw * mask)
     assert 0 < (mask == 0).sum() < mask.numel() and loss.isfinite()
+
+
+@pytest.mark.slow
+def test_compiled_layers_drop_what_others_drop(make_model, make_ids):
+    """Masks are drawn outside of them, so that there is a graph for all layers, and one for all further lengths."""
+    torch.compiler.reset()
+    model, found = make_model(d_inner=16).train(), []
+    regularizer = regularize(model, PTB)
+    texts = [make_ids(2, length, seed=length) for length in (6, 8, 5)]
+    for compiled in (False, True):
+        if compiled:
+            compile_layers(model, "aot_eager")
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        found.append([gradients(model, ids, regularizer) for ids in texts])
+        made = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+        assert made == (2 if compiled else 0)
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_regularisation_under_autocast_is_that_of_fp32(make_model, make_ids):

@@ -14,6 +14,7 @@ come from torch's generator, so that a run resumes exactly where the generator's
 
 import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +60,19 @@ class RegularizationArguments:
 
 
 class LockedDropout(nn.Dropout1d):
-    """Dropout of whole channels of (B, L, D): one mask (B, 1, D) for all positions."""
+    """Dropout of whole channels of (B, L, D): one mask (B, 1, D) for all positions.
+
+    Attributes:
+        masks: (B, 1, D) of 0 or 1 / (1 - p), for as many calls to come; a call without one draws its own.
+    """
+
+    masks: Sequence[Tensor] = ()
 
     def forward(self, states: Tensor) -> Tensor:
-        return super().forward(states.transpose(1, 2)).transpose(1, 2)
+        if not (self.training and self.masks):
+            return super().forward(states.transpose(1, 2)).transpose(1, 2)
+        mask, *self.masks = self.masks
+        return states * mask.to(states)
 
 
 def regularize(model: nn.Module, arguments: RegularizationArguments) -> "Regularizer":
@@ -90,14 +100,21 @@ class Regularizer:
         self._transformer = transformer
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._hooks: list[RemovableHandle] = []
+        # Locked dropouts, with the width of the mask of each of their calls in a forward; and 1 - p of each channel.
+        self._locked: list[tuple[LockedDropout, tuple[int, ...]]] = []
+        self._kept = torch.empty(0)
         self._outputs: tuple[Tensor, Tensor] | None = None
         self._begins: Tensor | None = None
 
-        self._lock(transformer, "input_dropout", arguments.input_dropout)
+        width, inner = transformer.config.d_model, transformer.config.d_inner
+        self._lock(transformer, "input_dropout", arguments.input_dropout, width)
         for layer in transformer.layers:
-            self._lock(layer.get_submodule("self_attn"), "dropout", arguments.attention_dropout)
-            self._lock(layer.get_submodule("mlp"), "dropout", arguments.mlp_dropout)
-        self._lock(transformer, "output_dropout", arguments.output_dropout)
+            self._lock(layer.get_submodule("self_attn"), "dropout", arguments.attention_dropout, width)
+            self._lock(layer.get_submodule("mlp"), "dropout", arguments.mlp_dropout, inner, width)
+        self._lock(transformer, "output_dropout", arguments.output_dropout, width)
+        if self._locked:
+            self._kept = torch.cat([torch.full((sum(widths),), 1 - lock.p) for lock, widths in self._locked])
+            self._hooks.append(transformer.input_dropout.register_forward_pre_hook(self._draw_masks))
         if arguments.word_dropout:
             if transformer.config.vocab_size == 0:
                 raise ValueError("word_dropout drops words, but vocab_size=0 means that there are none: set it to 0")
@@ -150,11 +167,24 @@ class Regularizer:
         """The state without the last outputs, because tensors with a graph cannot be copied."""
         return self.__dict__ | {"_outputs": None, "_begins": None}
 
-    def _lock(self, parent: nn.Module, name: str, rate: float):
+    def _lock(self, parent: nn.Module, name: str, rate: float, *widths: int):
         if rate:
             plain = getattr(parent, name)
             self._replaced.append((parent, name, plain))
-            setattr(parent, name, LockedDropout(rate).train(plain.training))
+            lock = LockedDropout(rate).train(plain.training)
+            setattr(parent, name, lock)
+            self._locked.append((lock, widths))
+
+    def _draw_masks(self, input_dropout: nn.Module, args: tuple[Tensor]):
+        """Draw the masks of all locked dropouts at once, because a GPU launches each draw for longer than it draws."""
+        # A checkpointed layer is computed again after other forwards, and draws the same only by itself.
+        if not input_dropout.training or self._transformer.gradient_checkpointing:
+            return
+        self._kept = self._kept.to(args[0].device)
+        masks = torch.bernoulli(self._kept.expand(len(args[0]), 1, -1)) / self._kept
+        together = masks.split([sum(widths) for _, widths in self._locked], dim=-1)
+        for (lock, widths), masks in zip(self._locked, together, strict=True):
+            lock.masks = masks.split(widths, dim=-1)
 
     def _see_what_begins(self, transformer: nn.Module, args: tuple, kwargs: dict):
         """Record the tokens that begin inside the segment. The model, not this hook, refuses wrong shapes."""

@@ -166,7 +166,7 @@ class CapturedSteps:
 
     def __call__(self, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
         """As `Forward.forward`; the returned memory is in tensors of its own."""
-        kind = tuple((tensor.shape, tensor.dtype) for tensor in _tensors_of(inputs, memory))
+        kind = tuple((tensor.shape, tensor.dtype) for tensor in _tensors_of((inputs, memory)))
         self._seen[kind] += 1
         is_known = self._seen[kind] > self._steps_before and not self._given_up
         if is_known and kind not in self.graphs and len(self.graphs) < MOST_GRAPHS:
@@ -181,7 +181,14 @@ class CapturedSteps:
         if kind not in self.graphs:
             return self._forward(inputs, memory)
         nll, penalty, memory = self.graphs[kind](inputs, memory)
-        return nll, penalty, cloned_states(memory)
+        if memory:
+            # Copied by one launch, for all layers.
+            mask = memory["mems_mask"]
+            memory = {
+                "mems": torch.stack(memory["mems"]).unbind(),
+                "mems_mask": None if mask is None else mask.clone(),
+            }
+        return nll, penalty, memory
 
     def _capture(self, kind: tuple, inputs: dict[str, Tensor], memory: Memory) -> None:
         device = inputs["input_ids"].device
@@ -299,14 +306,16 @@ class CapturedStep:
                 self._given = [torch.ones_like(loss) for loss in losses]
                 self._is_learned = [gradient is not None for gradient in differentiate()]
             self._forward, self._backward = record(compute), record(learn)
-        self._places, self._gradients = _tensors_of(*places), gradients
+        self._places, self._gradients = [_tensors_of(tree) for tree in places], gradients
         # An input of `_Learned` with `requires_grad`, so that autograd calls its backward.
         self._asked = torch.zeros((), device=device, requires_grad=True)
 
     def __call__(self, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
         """As `Forward.forward`; the next call returns the memory in the same tensors."""
-        for place, tensor in zip(self._places, _tensors_of(inputs, memory), strict=True):
-            place.copy_(tensor, non_blocking=True)
+        # Each kind by one launch, which copies tensors of one dtype.
+        for places, given in zip(self._places, (inputs, memory), strict=True):
+            if places:
+                torch._foreach_copy_(places, _tensors_of(given), non_blocking=True)
         nll, penalty, memory = self._forward()
         return *_Learned.apply(self.learn, nll, penalty, self._asked), memory
 
@@ -337,6 +346,6 @@ class _Learned(torch.autograd.Function):
         return None, None, None, None
 
 
-def _tensors_of(inputs: dict[str, Tensor], memory: Memory) -> list[Tensor]:
-    """The tensors of inputs and memory: of a memory one for each layer, and its mask if it has one."""
-    return [tensor for tensor in tree_leaves((inputs, memory)) if tensor is not None]
+def _tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of inputs and memories: of a memory one for each layer, and its mask if it has one."""
+    return [tensor for tensor in tree_leaves(tree) if tensor is not None]

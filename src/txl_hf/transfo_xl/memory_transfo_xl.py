@@ -222,9 +222,7 @@ class Segment:
         kept = torch.arange(self.key_length, device=first_key.device) >= first_key
         return kept if self.text_mask is None else kept & self.text_mask
 
-    def remember(
-        self, memory: Sequence[Tensor], entered: Sequence[Tensor]
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    def remember(self, memory: Sequence[Any], entered: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """The last M of the m + L states of each layer, without the last ext_len of the segment (Section 3.2).
 
         Args:

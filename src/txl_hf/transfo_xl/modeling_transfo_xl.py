@@ -573,7 +573,6 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         check_inputs(keywords, **tensors, mems=mems, mems_mask=mems_mask, resets=resets)
         # The configuration has the fields of `MemoryLengths`.
         filled: FilledLengths = self.config if lengths is None else MemoryLengths.of(lengths, self.config)
-        positions = self.positions
         embeds = self._embed(input_ids, inputs_embeds)
         if use_cache or cache is not None:
             cache = self._choose_cache(cache, filled.mem_len)
@@ -590,12 +589,12 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         memory: list[Any] = []
         entered: list[Tensor] = []
         for i, layer in enumerate(self.layers):
-            hidden_states = positions.enter_layer(self, i, hidden_states, segment.key_mask)
+            hidden_states = self.positions.enter_layer(self, i, hidden_states, segment.key_mask)
             if segment.padding is not None:
                 hidden_states = hide_states(hidden_states, ~segment.padding.tokens)
             # In the dtype of the next operation: products (autocast's dtype), or with `pre_lnorm` a layer norm (fp32).
             dtype = hidden_states.dtype if self.config.pre_lnorm else working_dtype(hidden_states)
-            entered.append(hidden_states.to(dtype))
+            entered.append(hidden_states.to(dtype) if filled.mem_len > 0 else hidden_states)
             memory.append(segment.memory_of(i, entered[i]))
             hidden_states = layer(hidden_states, memory[i], distances=distances[i], segment=segment, state=state)
         new_mems = new_mask = None

@@ -162,9 +162,11 @@ class RelativeSinusoids(Positions):
         shares = clamp_len > 0 and not draws and decay is None and not _is_symbol()
         length = min(key_length, clamp_len + 1) if shares else key_length
         shared = Distances(dropout(sinusoids_of_distances(length, embeds, clamp_len)), rel_bias=decay)
-        if not config.untie_r:
-            shared = shared._replace(content_bias=model.content_bias, position_bias=model.position_bias)
-        return [shared] * config.n_layer
+        if config.untie_r:
+            return [shared] * config.n_layer
+        # A view for each layer, because their gradients are added at once then.
+        biases = (bias.expand(config.n_layer, -1, -1).unbind() for bias in (model.content_bias, model.position_bias))
+        return [shared._replace(content_bias=u, position_bias=v) for u, v in zip(*biases, strict=True)]
 
 
 class RelativeLearned(Positions):
