@@ -23,7 +23,7 @@ def figures_of(page: str) -> set[str]:
 def measured(page: str) -> set[str]:
     """The test loss of every row of the CSV files that a page links, as perplexity or bits, with means over seeds."""
     found, groups = set(), {}
-    for path in re.findall(r"\]\((\w+/rows\.csv)\)", page):
+    for path in re.findall(r"\]\((\w+/\w+\.csv)\)", page):
         with (RESULTS / path).open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 for column in ("test", "validation", "nll"):
