@@ -183,14 +183,25 @@ def standard_library(split: str) -> Iterator[str]:
     return itertools.chain.from_iterable(module.read_text(encoding="utf-8").splitlines(True) for module in chosen)
 
 
-def shuffle_sentences(corpus: Corpus, seed: int = 0) -> Corpus:
-    """The same sentences in another order: what a sentence says of the one before it is lost."""
+def shuffle_sentences(corpus: Corpus, streams: int, read: int, seed: int = 0) -> Corpus:
+    """The same sentences in another order: what a sentence says of the one before it is lost.
+
+    Of the training text, the first `read` tokens of each of `streams` equal stretches are shuffled among themselves, so
+    that a run learns from the same sentences as one of the text in order. The two other texts are shuffled as a whole.
+    """
     ends = corpus.tokenizer.convert_tokens_to_ids(list(SENTENCE_ENDS))
-    texts = {}
-    for split, ids in corpus.texts.items():
+    generator = np.random.default_rng(seed)
+
+    def shuffle(ids: np.ndarray) -> np.ndarray:
         sentences = np.split(ids, np.flatnonzero(np.isin(ids, ends))[:-1] + 1)
-        order = np.random.default_rng(seed).permutation(len(sentences))
-        texts[split] = np.concatenate([sentences[i] for i in order])
+        return np.concatenate([sentences[i] for i in generator.permutation(len(sentences))])
+
+    texts = {split: ids.copy() if split == "train" else shuffle(ids) for split, ids in corpus.texts.items()}
+    train = texts["train"]
+    stretch = (len(train) - 1) // streams
+    for start in range(0, streams * stretch, stretch):
+        end = start + min(read, stretch)
+        train[start:end] = shuffle(train[start:end])
     return replace(corpus, texts=texts, name=f"{corpus.name}, {SHUFFLED}")
 
 
