@@ -137,8 +137,8 @@ class Job:
         corpus = prepare(self.work / "corpus", self.sizes)
         if not self.shuffled:
             return corpus
-        read = self.sizes.steps * segments(self.row, self.sizes)[0]
-        return shuffle_sentences(corpus, self.sizes.streams, read)
+        tgt_len, _ = segments(self.row, self.sizes)
+        return shuffle_sentences(corpus, self.sizes.streams, tgt_len, self.sizes.steps)
 
 
 def main(argv: list[str] | None = None):
@@ -453,7 +453,8 @@ def mean(numbers: list[float]) -> float:
 
 def table(rows: list[dict[str, str]], papers: Mapping[str, str] = TABLE_6) -> str:
     """The paper's columns; and the paper's own init / best @ attention length, or perplexity in Table 7."""
-    lines = ["| row | seeds | targets | init | best | at | beyond | paper |", "|---|---|---|---|---|---|---|---|"]
+    head = ["row", "seeds", "targets", "init", "best", "at", "beyond", "test", "paper"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name in dict.fromkeys(row["row"] for row in rows):
         chosen = [row for row in rows if row["row"] == name]
         cells = [
@@ -464,6 +465,7 @@ def table(rows: list[dict[str, str]], papers: Mapping[str, str] = TABLE_6) -> st
             harness.with_range(values(chosen, name, "best"), 2),
             ", ".join(dict.fromkeys(row["length"] for row in chosen)),
             gain_beyond(chosen, name),
+            harness.with_range(values(chosen, name, "test_best"), 2),
             papers.get(name, "–"),
         ]
         # Within a figure no line breaks.

@@ -2,6 +2,7 @@
 
 The articles are looked for in the folder that the environment variable TXL_WIKIPEDIA names, then in
 `../shared/data/wikipedia-long` beside the clone: `train.txt.xz`, `valid.txt.xz` and `test.txt.xz`, a paragraph a line.
+Results of another text than wikipedia-long go to `build/paper/results`, not beside the committed ones.
 """
 
 import itertools
@@ -33,6 +34,7 @@ __all__ = [
     "SMOKE",
     "SPLITS",
     "WORK",
+    "results_folder",
     "Corpus",
     "MiniatureParser",
     "Sizes",
@@ -46,6 +48,7 @@ RESULTS = ROOT / "examples" / "results" / "paper"
 WORK = ROOT / "build" / "paper"
 SPLITS = ("train", "validation", "test")
 FILES = ("train.txt.xz", "valid.txt.xz", "test.txt.xz")
+COMMITTED_TEXT = "wikipedia-long"
 SHUFFLED = "sentences shuffled"
 SENTENCE_ENDS = (".", "?", "!", "<eos>")
 
@@ -92,6 +95,8 @@ class MiniatureParser(StudyParser):
     def __init__(self, description: str | None, output: Path, **smoke: Any):
         super().__init__(description, output, WORK, sizes=SMOKE, **smoke)
         self.set_defaults(sizes=MINIATURE)
+        if output == RESULTS:
+            self.set_defaults(output=results_folder())
 
 
 def load_given(models: list[str], data: Path, split: str) -> tuple[list[PreTrainedModel], TokenisedText]:
@@ -146,18 +151,27 @@ def prepare(folder: Path, sizes: Sizes) -> Corpus:
     return Corpus(texts, TransfoXLTokenizer.from_pretrained(folder), name, files)
 
 
+def articles_folder() -> Path:
+    return Path(os.environ.get("TXL_WIKIPEDIA", ROOT.parent / "shared" / "data" / COMMITTED_TEXT))
+
+
+def results_folder() -> Path:
+    """Where results go unless told otherwise: of another text than the committed ones to a folder of their own."""
+    folder = articles_folder()
+    return RESULTS if folder.name == COMMITTED_TEXT and (folder / FILES[0]).is_file() else WORK / "results"
+
+
 def find_articles() -> Path | None:
     """
     Raises:
         FileNotFoundError: the folder that the environment names is not there.
     """
-    named = os.environ.get("TXL_WIKIPEDIA")
-    if named is not None:
-        if not Path(named, "train.txt.xz").is_file():
-            raise FileNotFoundError(f"TXL_WIKIPEDIA={named} is no folder with train.txt.xz, valid.txt.xz, test.txt.xz")
-        return Path(named)
-    beside = ROOT.parent / "shared" / "data" / "wikipedia-long"
-    return beside if (beside / "train.txt.xz").is_file() else None
+    folder = articles_folder()
+    if (folder / FILES[0]).is_file():
+        return folder
+    if "TXL_WIKIPEDIA" in os.environ:
+        raise FileNotFoundError(f"TXL_WIKIPEDIA={folder} is no folder with {', '.join(FILES)}")
+    return None
 
 
 def read_lines(articles: Path | None, split: str, characters: int) -> Iterator[str]:
@@ -183,11 +197,11 @@ def standard_library(split: str) -> Iterator[str]:
     return itertools.chain.from_iterable(module.read_text(encoding="utf-8").splitlines(True) for module in chosen)
 
 
-def shuffle_sentences(corpus: Corpus, streams: int, read: int, seed: int = 0) -> Corpus:
+def shuffle_sentences(corpus: Corpus, streams: int, segment: int, steps: int, seed: int = 0) -> Corpus:
     """The same sentences in another order: what a sentence says of the one before it is lost.
 
-    Of the training text, the first `read` tokens of each of `streams` equal stretches are shuffled among themselves, so
-    that a run learns from the same sentences as one of the text in order. The two other texts are shuffled as a whole.
+    Of the training text, those are shuffled among themselves that a run of `steps` segments reads in one of `streams`
+    streams, so that it learns from the same sentences as one of the text in order. The other texts are shuffled whole.
     """
     ends = corpus.tokenizer.convert_tokens_to_ids(list(SENTENCE_ENDS))
     generator = np.random.default_rng(seed)
@@ -198,9 +212,10 @@ def shuffle_sentences(corpus: Corpus, streams: int, read: int, seed: int = 0) ->
 
     texts = {split: ids.copy() if split == "train" else shuffle(ids) for split, ids in corpus.texts.items()}
     train = texts["train"]
-    stretch = (len(train) - 1) // streams
-    for start in range(0, streams * stretch, stretch):
-        end = start + min(read, stretch)
+    # As TokenStream cuts it.
+    length = (len(train) - 1) // streams // segment * segment
+    for start in range(0, streams * length, length):
+        end = start + min(steps * segment, length)
         train[start:end] = shuffle(train[start:end])
     return replace(corpus, texts=texts, name=f"{corpus.name}, {SHUFFLED}")
 
