@@ -1,8 +1,11 @@
-"""The miniature's text, sizes and options: words of long Wikipedia articles, or without them of the standard library.
+"""The miniature's text, sizes and options: words of long Wikipedia articles, of WikiText-103, or of Python's sources.
 
-The articles are looked for in the folder that the environment variable TXL_WIKIPEDIA names, then in
-`../shared/data/wikipedia-long` beside the clone: `train.txt.xz`, `valid.txt.xz` and `test.txt.xz`, a paragraph a line.
-Results of another text than wikipedia-long go to `build/paper/results`, not beside the committed ones.
+    python examples/paper/miniature.py      # fetch WikiText-103 from the Hub if no other text is there
+
+The text is that of the first folder with `train.txt.xz`, `valid.txt.xz` and `test.txt.xz`, a paragraph a line: the one
+that the environment variable TXL_WIKIPEDIA names, `../shared/data/wikipedia-long` beside the clone, or
+`build/paper/wikitext-103`, which this script fills. Without one it is the source of Python's standard library. Results
+of another text than wikipedia-long go to `build/paper/results`, not beside the committed ones.
 """
 
 import itertools
@@ -11,7 +14,7 @@ import lzma
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from study import StudyParser
 from txl_hf import TransfoXLTokenizer
 from txl_hf.data.texts import TokenisedText, read_prepared
 from txl_hf.evaluation.score import check_vocabulary
+from txl_hf.files import whole_folder
 
 __all__ = [
     "MINIATURE",
@@ -47,6 +51,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "results" / "paper"
 WORK = ROOT / "build" / "paper"
 SPLITS = ("train", "validation", "test")
+FETCHED = WORK / "wikitext-103"
+HUB = ("Salesforce/wikitext", "wikitext-103-raw-v1")
 FILES = ("train.txt.xz", "valid.txt.xz", "test.txt.xz")
 COMMITTED_TEXT = "wikipedia-long"
 SHUFFLED = "sentences shuffled"
@@ -151,35 +157,53 @@ def prepare(folder: Path, sizes: Sizes) -> Corpus:
     return Corpus(texts, TransfoXLTokenizer.from_pretrained(folder), name, files)
 
 
-def articles_folder() -> Path:
-    return Path(os.environ.get("TXL_WIKIPEDIA", ROOT.parent / "shared" / "data" / COMMITTED_TEXT))
-
-
-def results_folder() -> Path:
-    """Where results go unless told otherwise: of another text than the committed ones to a folder of their own."""
-    folder = articles_folder()
-    return RESULTS if folder.name == COMMITTED_TEXT and (folder / FILES[0]).is_file() else WORK / "results"
-
-
 def find_articles() -> Path | None:
     """
     Raises:
         FileNotFoundError: the folder that the environment names is not there.
     """
-    folder = articles_folder()
-    if (folder / FILES[0]).is_file():
-        return folder
-    if "TXL_WIKIPEDIA" in os.environ:
-        raise FileNotFoundError(f"TXL_WIKIPEDIA={folder} is no folder with {', '.join(FILES)}")
-    return None
+    named = os.environ.get("TXL_WIKIPEDIA")
+    if named is not None:
+        if not Path(named, FILES[0]).is_file():
+            raise FileNotFoundError(f"TXL_WIKIPEDIA={named} is no folder with {', '.join(FILES)}")
+        return Path(named)
+    beside = ROOT.parent / "shared" / "data" / COMMITTED_TEXT
+    return next((folder for folder in (beside, FETCHED) if (folder / FILES[0]).is_file()), None)
+
+
+def results_folder() -> Path:
+    """Where results go unless told otherwise: of another text than the committed ones to a folder of their own."""
+    try:
+        articles = find_articles()
+    except FileNotFoundError:
+        # Said when the text is read.
+        articles = None
+    return RESULTS if articles is not None and articles.name == COMMITTED_TEXT else WORK / "results"
+
+
+def fetch(folder: Path, sizes: Sizes):
+    """As much of WikiText-103 as is read, from the Hub.
+
+    Raises:
+        OSError: the Hub cannot be reached.
+    """
+    import datasets
+
+    with whole_folder(folder) as aside:
+        for split, file, characters in zip(SPLITS, FILES, (*sizes.characters, sizes.characters[1]), strict=True):
+            rows = datasets.load_dataset(*HUB, split=split, streaming=True)
+            with lzma.open(aside / file, "wt", encoding="utf-8") as written:
+                written.writelines(first_lines((f"{row['text'].rstrip()}\n" for row in rows), characters))
 
 
 def read_lines(articles: Path | None, split: str, characters: int) -> Iterator[str]:
-    """Lines that hold something, until they have so many characters."""
     if articles is None:
-        lines = standard_library(split)
-    else:
-        lines = lzma.open(articles / FILES[SPLITS.index(split)], "rt", encoding="utf-8")
+        return first_lines(standard_library(split), characters)
+    return first_lines(lzma.open(articles / FILES[SPLITS.index(split)], "rt", encoding="utf-8"), characters)
+
+
+def first_lines(lines: Iterable[str], characters: int) -> Iterator[str]:
+    """Lines that hold something, until they have so many characters."""
     read = 0
     for line in lines:
         if line.strip():
@@ -223,3 +247,17 @@ def shuffle_sentences(corpus: Corpus, streams: int, segment: int, steps: int, se
 def describe(sizes: Sizes) -> dict:
     """The columns that say what a row was computed with."""
     return {name: str(value) if isinstance(value, tuple) else value for name, value in asdict(sizes).items()}
+
+
+def main():
+    """A text that was read before stays the text, so that runs that were stopped go on."""
+    if (WORK / "corpus").exists() or find_articles() is not None:
+        return
+    try:
+        fetch(FETCHED, MINIATURE)
+    except OSError as error:
+        print(f"{error}; the text is the source of Python's standard library")
+
+
+if __name__ == "__main__":
+    main()

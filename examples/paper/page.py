@@ -35,8 +35,8 @@ of {width}, {parameters:.2f} million parameters, segments and a memory of {segme
 words of {text}, every row at one learning rate, {learning_rate}, which was tuned for none. The paper's models in
 Table 6 have 128 million parameters, {larger:.0f} times as many, and the [recipe](#on-a-gpu) of that size trains on
 {longer:,.0f} times as many words. So compare perplexities here with one another only. Without the articles of
-[wikipedia-long](../README.md), `make paper` reads the sources of Python's standard library instead, or the folder that
-`TXL_WIKIPEDIA` names, and writes all of this to `build/paper/results`.
+[wikipedia-long](../README.md), `make paper` takes WikiText-103 from the Hub, or without a network the source of
+Python's standard library, and writes all of this to `build/paper/results`.
 
 | in the paper | command | here |
 |---|---|---|
@@ -70,8 +70,8 @@ with the number of seeds that have one. These are of the first {characters:,} ch
 the first {longest} words of each of {evaluation_streams} streams, the same for all lengths; `test` is the perplexity
 of as much of the test text at the length of `best`. After ± is half of what lies between the lowest and the highest
 seed. Rows named `-176` and `-172` have no `init`, here as in the paper: no length that is scored is that of their
-segments. The last column has the paper's init / best @ attention length, of far larger models. {done} of {planned}
-runs are done.
+segments. The last column has the paper's init / best @ attention length, of far larger models.
+{done} of {planned} runs are done.
 
 A pair with unequal targets is followed by the same one with equal targets (`-longer`, `-shorter`), and so with unequal
 steps: what it lacks of the difference above it comes from the targets. An order that holds in no pair is denied by

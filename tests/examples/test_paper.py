@@ -86,6 +86,49 @@ def test_articles_are_read_from_the_folder_that_the_environment_names(library, m
         library()
 
 
+def test_results_of_another_text_go_to_a_folder_of_their_own(library, monkeypatch, tmp_path):
+    folder = tmp_path / miniature.COMMITTED_TEXT
+    folder.mkdir()
+    (folder / miniature.FILES[0]).touch()
+    for articles, expected in ((folder, miniature.RESULTS), (tmp_path, None), (None, None)):
+        monkeypatch.setattr(miniature, "find_articles", lambda articles=articles: articles)
+        options = ablation.parse_arguments([])
+        assert options.output == (expected or miniature.WORK / "results")
+    with pytest.raises(SystemExit):
+        ablation.parse_arguments(["--smoke"])
+    with pytest.raises(SystemExit):
+        ablation.parse_arguments(["--smoke", "--output", str(miniature.RESULTS)])
+
+
+def test_wikitext_is_fetched_from_the_hub_where_there_is_no_other_text(library, monkeypatch, tmp_path, capsys):
+    def load_dataset(name, config, *, split, streaming):
+        assert name == "Salesforce/wikitext" and streaming
+        return [{"text": text} for text in ("", f" = {split} = \n", *[f" {split} one .\n"] * 200)]
+
+    monkeypatch.delenv("TXL_WIKIPEDIA", raising=False)
+    monkeypatch.setattr(miniature, "find_articles", library)
+    monkeypatch.setattr(miniature, "ROOT", tmp_path)
+    monkeypatch.setattr(miniature, "WORK", tmp_path / "work")
+    monkeypatch.setattr(miniature, "FETCHED", tmp_path / "work" / "wikitext-103")
+
+    def unreachable(*_, **__):
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    miniature.main()
+    assert "Couldn't reach the Hub; the text is the source of Python's standard library" in capsys.readouterr().out
+    assert library() is None and not miniature.FETCHED.exists()
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    miniature.main()
+    corpus = miniature.prepare(miniature.WORK / "corpus", TINY)
+    assert library() == miniature.FETCHED and corpus.name == "wikitext-103"
+    assert list(miniature.read_lines(library(), "validation", 20)) == [" = validation =\n", " validation one .\n"]
+    # Runs of a text that was read before go on with it.
+    (miniature.FETCHED / miniature.FILES[0]).unlink()
+    miniature.main()
+    assert not (miniature.FETCHED / miniature.FILES[0]).exists()
+
+
 def test_two_folders_of_one_name_are_two_texts(library, monkeypatch, tmp_path):
     """Neither the text that was kept nor a model of it is taken for those of the other."""
     folders = [tmp_path / place / "articles" for place in ("here", "there")]
