@@ -668,6 +668,19 @@ def test_the_numbers_of_attention_by_distance():
     assert attention_maps.measures(near) == pytest.approx({"near": 1.0, "mean_distance": 0.025, "entropy": 0.0})
 
 
+def test_the_table_has_how_a_term_follows_the_whole_over_the_heads():
+    shares = {"whole": (0.1, 0.5, 0.9), "a": (0.3, 0.3, 0.3), "b": (0.2, 0.4, 0.6), "d": (0.9, 0.5, 0.1)}
+    figures = {"mean_distance": "0.5", "entropy": "1", "correlation": "0.5"}
+    rows = [
+        {"part": part, "head": str(head), "near": str(share), **figures}
+        for part, heads in shares.items()
+        # Head 0 is the mean over the others.
+        for head, share in enumerate((0.5, *heads))
+    ]
+    last = [line.split(" | ")[-1] for line in attention_maps.table(rows, 80).splitlines()[2:]]
+    assert last == ["1.00 |", "– |", "1.00 |", "-1.00 |", "– |"]
+
+
 def test_attention_maps_of_the_miniature(work, tmp_path, capsys):
     attention_maps.main(["--smoke", "--output", str(tmp_path)])
     assert (tmp_path / "attention_terms.png").read_bytes().startswith(b"\x89PNG")
