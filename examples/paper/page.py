@@ -99,11 +99,12 @@ of two losses at each of the hardest positions, so a model whose losses merely f
 ECL up to the longest context has that cause, and is left out (–). Table 8's QRNN has no row.
 """
 CAUSES = """\
-Why an order of Table 8 does not hold here: a long RECL is no lower perplexity. Shaw's encoding is best at an attention
-length of {shaw_at} ({shaw_best:.2f} on the validation text) and worse at {longest} ({shaw_longest:.2f}), while ours
-stays at {ours_longest:.2f} (best {ours_best:.2f} at {ours_at}); losses that change are counted as gain where they
-fall, and not as loss where they rise. Models without recurrence, and the LSTM, learn from {segment} words at a time,
-two steps of the measure, which cannot tell them apart.
+The measure counts losses that change with the context as gain where they fall, and not as loss where they rise, so a
+long RECL is no lower perplexity. That is why it does not put ours before Shaw's, as perplexity does: Shaw's encoding
+is best at an attention length of {shaw_at} ({shaw_best:.2f} on the validation text) and worse at {longest}
+({shaw_longest:.2f}), while ours stays at {ours_longest:.2f} (best {ours_best:.2f} at {ours_at}). Models without
+recurrence, and the LSTM, learn from {segment} words at a time, two steps of the measure, so that one step decides
+their order; why the LSTM remembers no more than these is not known.
 """
 RECL = "![RECL of each model: a dot a seed, and the widest interval](context_length.png)\n"
 ATTENTION = """\
