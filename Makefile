@@ -106,6 +106,7 @@ bench-gpu: venv
 
 # The paper's tables and figures as a miniature, in at most 100 minutes on two cores. Stopped, it goes on where it was.
 paper: venv
+	$(BIN)/python examples/paper/miniature.py
 	$(BIN)/python examples/paper/ablation.py --workers 2
 	$(BIN)/python examples/paper/ablation.py --workers 2 --shuffled
 	$(BIN)/python examples/paper/context_length.py

@@ -38,5 +38,5 @@ class StudyParser(CommandParser):
 
     def keep_out(self, output: Path, why: str):
         """End with an error if results would go where others are kept, however that folder is spelled."""
-        if output.resolve() == self.kept.resolve():
+        if output.resolve() in (self.kept.resolve(), self.get_default("output").resolve()):
             self.error(f"{why}: name another folder with --output")

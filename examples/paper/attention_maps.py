@@ -11,11 +11,13 @@ distance, the mean over all queries (Figure 5): of the whole score, and of the t
 each as if it were the whole score (Figure 7; the paper leaves out (c) too). All have one scale of colours.
 `attention.csv` has the numbers: for each head and term the share of the attention that is within a tenth of the span,
 the mean distance in spans (uniform: 0.5), and the entropy as a share of that of uniform attention; and of each term
-how its curve over the distances correlates with that of the whole.
+how its curve over the distances, the mean over the heads, correlates with that of the whole. The table has beside it
+how the share within a tenth of the span correlates over the heads: whether a term looks where its head does.
 """
 
 import argparse
 import os
+import statistics
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -202,6 +204,11 @@ def record(model: TransfoXLForCausalLM, token_ids, options: argparse.Namespace) 
     return recorder
 
 
+def near_of(span: int) -> int:
+    """Distances that count as near: a tenth of the span."""
+    return max(1, span // 10)
+
+
 # ---- numbers ----------------------------------------------------------------------------------------------------
 
 
@@ -210,7 +217,7 @@ def measures(curve: Tensor) -> dict[str, float]:
     span = len(curve)
     distance = (torch.arange(span, dtype=torch.float64) + 0.5) / span
     entropy = torch.special.entr(curve).sum() / np.log(span)
-    near = curve[: max(1, span // 10)].sum()
+    near = curve[: near_of(span)].sum()
     return {"near": near.item(), "mean_distance": (curve * distance).sum().item(), "entropy": entropy.item()}
 
 
@@ -248,19 +255,30 @@ def report(recorder: Recorder, name: str, options: argparse.Namespace):
 
 
 def table(rows: list[dict[str, str]], span: int) -> str:
-    """The mean over all heads, term by term."""
-    near = max(1, span // 10)
+    """The mean over all heads, term by term, and the correlation over them."""
+    near = near_of(span)
+    by_head = {
+        part: [float(row["near"]) for row in rows if row["part"] == part and row["head"] != "0"] for part in PARTS
+    }
     lines = [
         f"| score | within {near} of {span} tokens | mean distance / span | entropy / uniform | correlation with the "
-        "whole |",
-        "|---|---|---|---|---|",
+        "whole, by distance | by head |",
+        "|---|---|---|---|---|---|",
     ]
     for row in rows:
         if row["head"] == "0":
-            figures = (f"{float(row[key]):.3f}" for key in ("near", "mean_distance", "entropy", "correlation"))
+            figures = [f"{float(row[key]):.3f}" for key in ("near", "mean_distance", "entropy", "correlation")]
+            figures.append(correlation(by_head[row["part"]], by_head["whole"]))
             lines.append(f"| {TITLES[row['part']]} | {' | '.join(figures)} |")
-    lines.append(f"| uniform | {near / span:.3f} | 0.500 | 1.000 | – |")
+    lines.append(f"| uniform | {near / span:.3f} | 0.500 | 1.000 | – | – |")
     return "\n".join(lines)
+
+
+def correlation(values: list[float], others: list[float]) -> str:
+    """Pearson's; – where one is constant."""
+    if min(len(set(values)), len(set(others))) < 2:
+        return "–"
+    return f"{statistics.correlation(values, others):.2f}"
 
 
 def plot(means: dict[str, Tensor], path: Path):

@@ -17,10 +17,14 @@ the group, which is therefore always named. The effective context length (ECL) h
 exactly c tokens read from scratch: no memory lets more through. A model that counts positions from the segment's end,
 or has learned no more of them, sees at most as many tokens as it was trained on, and gains nothing beyond.
 
-Intervals are the middle 95 % over resamples of the positions (bootstrap).
+Intervals are the middle 95 % over resamples of the positions (bootstrap). `context_length.csv` has the rows of each
+seed of the miniature, written when they are measured: a run that was stopped goes on with the next seed. Of an ECL
+that ends at the longest context the table has no number, because a model whose losses merely fluctuate with the
+context has that one too.
 """
 
 import argparse
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -39,9 +43,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import ablation
 import harness
 from contenders import losses_of, uses_segment_end
-from miniature import RESULTS, MiniatureParser, load_given
+from miniature import RESULTS, Corpus, MiniatureParser, load_given, prepare
 from txl_hf import TransfoXLForCausalLM
-from txl_hf.command_line import at_least_one, hub_or_folder, one_line_errors
+from txl_hf.command_line import at_least_one, at_least_zero, hub_or_folder, one_line_errors
+from txl_hf.files import options_that_differ
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
@@ -61,22 +66,30 @@ PAPER = {
 def main(argv: list[str] | None = None):
     options = parse_arguments(argv)
     transformers.logging.disable_progress_bar()
+    path = options.output / "context_length.csv"
     with one_line_errors():
         if options.models:
             found, text = load_given(options.models, options.data, "test")
-            models, token_ids = dict(zip(options.models, found, strict=True)), text.token_ids
+            path.unlink(missing_ok=True)
+            models = dict(zip(options.models, found, strict=True))
+            harness.append(path, rows_of(models, text.token_ids, options, text=options.data.name))
         else:
-            models, token_ids = miniature_group(options)
-        contexts = list(range(options.step, options.contexts + 1, options.step))
-        losses = measure(models, token_ids, contexts, options.positions)
-        report(list(models), losses, contexts, options)
+            corpus = prepare(options.work / "corpus", options.sizes)
+            for seed in seeds_left(path, corpus, options):
+                models = {name: ablation.trained(name, options, seed)[0] for name in GROUP}
+                harness.append(path, rows_of(models, corpus.texts["test"], options, text=corpus.name, seed=seed))
+        rows = harness.read(path)
+        print(f"{table(rows)}\n\n{orders(rows)}")
+        plot(rows, path.with_suffix(".png"))
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = MiniatureParser(__doc__, RESULTS, contexts=16, step=4, positions=40, resamples=5)
     parser.add_argument("--models", type=hub_or_folder, nargs="+", help="folders or Hub names (rows of the miniature)")
     parser.add_argument("--data", type=Path, help="folder of prepare_corpus.py, with --models")
-    parser.add_argument("--seed", type=int, default=0, help="of the miniature's models (%(default)s)")
+    parser.add_argument(
+        "--seeds", type=at_least_zero, nargs="+", default=[0, 1, 2], help="of the miniature's models (%(default)s)"
+    )
     parser.add_argument(
         "--contexts", type=at_least_one, default=160, help="the longest context, in tokens (%(default)s)"
     )
@@ -93,10 +106,24 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def miniature_group(options: argparse.Namespace) -> tuple[dict[str, Any], np.ndarray]:
-    """The models of the miniature's rows, trained where they are not there, and the test text."""
-    found = {name: ablation.trained(name, options, options.seed) for name in GROUP}
-    return {name: model for name, (model, _, _) in found.items()}, found[GROUP[0]][1].texts["test"]
+def measured_with(options: argparse.Namespace) -> dict[str, int]:
+    """The columns of a row that say how it was measured."""
+    longest = options.contexts // options.step * options.step
+    return {"positions": options.positions, "step": options.step, "contexts": longest}
+
+
+def seeds_left(path: Path, corpus: Corpus, options: argparse.Namespace) -> list[int]:
+    """The seeds that the results do not have yet.
+
+    Raises:
+        ValueError: the results have a seed that was measured otherwise.
+    """
+    today = {**measured_with(options), "text": corpus.name, "group": " ".join(GROUP)}
+    wanted, rows = {name: str(value) for name, value in today.items()}, harness.read(path)
+    for row in rows:
+        if changed := options_that_differ({name: row[name] for name in wanted}, wanted):
+            raise ValueError(f"{path} has seed {row['seed']} of other options: {changed}; name another --output")
+    return [seed for seed in options.seeds if str(seed) not in {row["seed"] for row in rows}]
 
 
 # ---- losses -----------------------------------------------------------------------------------------------------
@@ -217,11 +244,15 @@ def interval(losses: Tensor, contexts: list[int], i: int, r: float, relative: bo
 # ---- results ----------------------------------------------------------------------------------------------------
 
 
-def report(names: list[str], losses: Tensor, contexts: list[int], options: argparse.Namespace):
-    rows = [
+def rows_of(models: dict[str, Any], token_ids, options: argparse.Namespace, **of: Any) -> list[dict[str, Any]]:
+    """RECL and ECL of each model of a group at each fraction of positions; `of`: text and seed."""
+    contexts = list(range(options.step, options.contexts + 1, options.step))
+    losses = measure(models, token_ids, contexts, options.positions)
+    return [
         {
             **harness.origin("cpu", "fp32", torch.get_num_threads()),
             **harness.versions(),
+            **of,
             "model": name,
             "measure": "RECL" if relative else "ECL",
             "r": r,
@@ -230,22 +261,13 @@ def report(names: list[str], losses: Tensor, contexts: list[int], options: argpa
             "low": (bounds := interval(losses, contexts, i, r, relative, options.resamples))[0],
             "high": bounds[1],
             "paper": PAPER[name][FRACTIONS.index(r)] if relative and name in PAPER else "",
-            "positions": losses.shape[2],
-            "step": contexts[0],
-            "contexts": contexts[-1],
-            "group": " ".join(names),
+            **measured_with(options),
+            "group": " ".join(models),
         }
         for relative in (True, False)
-        for i, name in enumerate(names)
+        for i, name in enumerate(models)
         for r in FRACTIONS
     ]
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "context_length.csv"
-    path.unlink(missing_ok=True)
-    harness.append(path, rows)
-    written = [{name: str(value) for name, value in row.items()} for row in rows]
-    print(table(written))
-    plot(written, options.output / "context_length.png")
 
 
 def table(rows: list[dict[str, str]]) -> str:
@@ -253,21 +275,33 @@ def table(rows: list[dict[str, str]]) -> str:
     head = "| model | " + " | ".join(f"{kind}, r = {r}" for kind in ("RECL", "ECL") for r in FRACTIONS)
     lines = [f"{head} | paper's RECL |", "|---" * 8 + "|"]
     for name in dict.fromkeys(row["model"] for row in rows):
-        own = {(row["measure"], float(row["r"])): row for row in rows if row["model"] == name}
-        cells = [
-            f"{_shown(row, 'length')} ({'–'.join(dict.fromkeys(_shown(row, end) for end in ('low', 'high')))})"
-            for kind in ("RECL", "ECL")
-            for r in FRACTIONS
-            if (row := own[kind, r])
-        ]
-        paper = [own["RECL", r]["paper"] for r in FRACTIONS]
+        cells = [_cell(_chosen(rows, name, kind, r)) for kind in ("RECL", "ECL") for r in FRACTIONS]
+        paper = [_chosen(rows, name, "RECL", r)[0]["paper"] for r in FRACTIONS]
         lines.append(f"| {name} | {' | '.join(cells)} | {' / '.join(paper) if all(paper) else '–'} |")
     first = rows[0]
     lines.append(
-        f"\nIn tokens, steps of {first['step']} up to {first['contexts']}, at {first['positions']} positions, with "
-        f"the middle 95 % of resampled positions. RECL belongs to this group of models: {first['group']}."
+        f"\nIn tokens, steps of {first['step']} up to {first['contexts']}, at {first['positions']} positions: the "
+        "length of each seed, or one length where all have the same, and the middle 95 % of resampled positions, the "
+        f"widest of the seeds. RECL belongs to this group of models: {first['group']}."
     )
     return "\n".join(lines)
+
+
+def _chosen(rows: list[dict[str, str]], model: str, measure: str, r: float) -> list[dict[str, str]]:
+    """A row a seed."""
+    wanted = (model, measure, r)
+    return [row for row in rows if (row["model"], row["measure"], float(row["r"])) == wanted]
+
+
+def _cell(rows: list[dict[str, str]]) -> str:
+    """The lengths of the seeds, with the widest interval; – for an ECL that nothing ended."""
+    ecl = rows[0]["measure"] == "ECL"
+    lengths = ["–" if ecl and row["length"] == row["contexts"] else _shown(row, "length") for row in rows]
+    if set(lengths) == {"–"}:
+        return "–"
+    ends = min(rows, key=lambda row: int(row["low"])), max(rows, key=lambda row: int(row["high"]))
+    interval = dict.fromkeys(_shown(row, name) for row, name in zip(ends, ("low", "high"), strict=True))
+    return f"{lengths[0] if len(set(lengths)) == 1 else ', '.join(lengths)} ({'–'.join(interval)})"
 
 
 def _shown(row: dict[str, str], name: str) -> str:
@@ -275,16 +309,41 @@ def _shown(row: dict[str, str], name: str) -> str:
     return f"≥ {row[name]}" if row[name] == row["contexts"] else row[name]
 
 
+def orders(rows: list[dict[str, str]]) -> str:
+    """For each two models of which the paper's RECL is nowhere the shorter one whether ours are in that order."""
+    lines = []
+    models = dict.fromkeys(row["model"] for row in rows)
+    for longer, shorter in itertools.permutations((name for name in PAPER if name in models), 2):
+        pairs = [*zip(PAPER[longer], PAPER[shorter], strict=True)]
+        if any(first < second for first, second in pairs) or PAPER[longer] == PAPER[shorter]:
+            continue
+        ours, others = (
+            np.array([[int(row["length"]) for row in _chosen(rows, name, "RECL", r)] for r in FRACTIONS])
+            for name in (longer, shorter)
+        )
+        difference = float(ours.mean() - others.mean())
+        said = ablation.verdict(difference, ablation.spread_of(*(each.mean(0).tolist() for each in (ours, others))))
+        cells = f"longer in {(ours > others).sum()} of {ours.size}, equal in {(ours == others).sum()}"
+        lines.append(f"* {longer} before {shorter}: {said} ({difference:+.1f}; {cells})")
+    return (
+        "Orders of the paper, by the RECL, of each seed the mean over r. An order holds where the means of the seeds "
+        "differ by more than the seeds of either model do; after it how often the RECL of the same seed and r is in "
+        "that order:\n\n"
+    ) + "\n".join(lines)
+
+
 def plot(rows: list[dict[str, str]], path: Path):
-    """RECL of each model with its interval, by the fraction of positions."""
+    """RECL of each model by the fraction of positions: a dot a seed, and their widest interval."""
     names = list(dict.fromkeys(row["model"] for row in rows))
     figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
     for shift, r in zip((-0.2, 0, 0.2), FRACTIONS, strict=True):
-        own = [row for row in rows if (row["measure"], float(row["r"])) == ("RECL", r)]
-        lengths, low, high = (np.array([int(row[name]) for row in own]) for name in ("length", "low", "high"))
-        places = np.arange(len(own)) + shift
-        axis.hlines(places, low, high, color=f"C{FRACTIONS.index(r)}", linewidth=3)
-        axis.plot(lengths, places, "o", markersize=9, color=f"C{FRACTIONS.index(r)}", label=f"r = {r}")
+        color = f"C{FRACTIONS.index(r)}"
+        for place, name in enumerate(names):
+            own = _chosen(rows, name, "RECL", r)
+            lengths, low, high = ([int(row[column]) for row in own] for column in ("length", "low", "high"))
+            axis.hlines(place + shift, min(low), max(high), color=color, linewidth=2, alpha=0.5)
+            label = f"r = {r}" if place == 0 else None
+            axis.plot(lengths, [place + shift] * len(own), "o", markersize=8, color=color, label=label)
     axis.set_yticks(range(len(names)), names, fontsize=14)
     axis.invert_yaxis()
     axis.set_xlim(left=0)

@@ -1,7 +1,11 @@
-"""The miniature's text, sizes and options: words of long Wikipedia articles, or without them of the standard library.
+"""The miniature's text, sizes and options: words of long Wikipedia articles, of WikiText-103, or of Python's sources.
 
-The articles are looked for in the folder that the environment variable TXL_WIKIPEDIA names, then in
-`../shared/data/wikipedia-long` beside the clone: `train.txt.xz`, `valid.txt.xz` and `test.txt.xz`, a paragraph a line.
+    python examples/paper/miniature.py      # fetch WikiText-103 from the Hub if no other text is there
+
+The text is that of the first folder with `train.txt.xz`, `valid.txt.xz` and `test.txt.xz`, a paragraph a line: the one
+that the environment variable TXL_WIKIPEDIA names, `../shared/data/wikipedia-long` beside the clone, or
+`build/paper/wikitext-103`, which this script fills. Without one it is the source of Python's standard library. Results
+of another text than wikipedia-long go to `build/paper/results`, not beside the committed ones.
 """
 
 import itertools
@@ -10,7 +14,7 @@ import lzma
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ from study import StudyParser
 from txl_hf import TransfoXLTokenizer
 from txl_hf.data.texts import TokenisedText, read_prepared
 from txl_hf.evaluation.score import check_vocabulary
+from txl_hf.files import whole_folder
 
 __all__ = [
     "MINIATURE",
@@ -33,6 +38,7 @@ __all__ = [
     "SMOKE",
     "SPLITS",
     "WORK",
+    "results_folder",
     "Corpus",
     "MiniatureParser",
     "Sizes",
@@ -45,7 +51,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "results" / "paper"
 WORK = ROOT / "build" / "paper"
 SPLITS = ("train", "validation", "test")
+FETCHED = WORK / "wikitext-103"
+HUB = ("Salesforce/wikitext", "wikitext-103-raw-v1")
 FILES = ("train.txt.xz", "valid.txt.xz", "test.txt.xz")
+COMMITTED_TEXT = "wikipedia-long"
 SHUFFLED = "sentences shuffled"
 SENTENCE_ENDS = (".", "?", "!", "<eos>")
 
@@ -92,6 +101,8 @@ class MiniatureParser(StudyParser):
     def __init__(self, description: str | None, output: Path, **smoke: Any):
         super().__init__(description, output, WORK, sizes=SMOKE, **smoke)
         self.set_defaults(sizes=MINIATURE)
+        if output == RESULTS:
+            self.set_defaults(output=results_folder())
 
 
 def load_given(models: list[str], data: Path, split: str) -> tuple[list[PreTrainedModel], TokenisedText]:
@@ -153,19 +164,46 @@ def find_articles() -> Path | None:
     """
     named = os.environ.get("TXL_WIKIPEDIA")
     if named is not None:
-        if not Path(named, "train.txt.xz").is_file():
-            raise FileNotFoundError(f"TXL_WIKIPEDIA={named} is no folder with train.txt.xz, valid.txt.xz, test.txt.xz")
+        if not Path(named, FILES[0]).is_file():
+            raise FileNotFoundError(f"TXL_WIKIPEDIA={named} is no folder with {', '.join(FILES)}")
         return Path(named)
-    beside = ROOT.parent / "shared" / "data" / "wikipedia-long"
-    return beside if (beside / "train.txt.xz").is_file() else None
+    beside = ROOT.parent / "shared" / "data" / COMMITTED_TEXT
+    return next((folder for folder in (beside, FETCHED) if (folder / FILES[0]).is_file()), None)
+
+
+def results_folder() -> Path:
+    """Where results go unless told otherwise: of another text than the committed ones to a folder of their own."""
+    try:
+        articles = find_articles()
+    except FileNotFoundError:
+        # Said when the text is read.
+        articles = None
+    return RESULTS if articles is not None and articles.name == COMMITTED_TEXT else WORK / "results"
+
+
+def fetch(folder: Path, sizes: Sizes):
+    """As much of WikiText-103 as is read, from the Hub.
+
+    Raises:
+        OSError: the Hub cannot be reached.
+    """
+    import datasets
+
+    with whole_folder(folder) as aside:
+        for split, file, characters in zip(SPLITS, FILES, (*sizes.characters, sizes.characters[1]), strict=True):
+            rows = datasets.load_dataset(*HUB, split=split, streaming=True)
+            with lzma.open(aside / file, "wt", encoding="utf-8") as written:
+                written.writelines(first_lines((f"{row['text'].rstrip()}\n" for row in rows), characters))
 
 
 def read_lines(articles: Path | None, split: str, characters: int) -> Iterator[str]:
-    """Lines that hold something, until they have so many characters."""
     if articles is None:
-        lines = standard_library(split)
-    else:
-        lines = lzma.open(articles / FILES[SPLITS.index(split)], "rt", encoding="utf-8")
+        return first_lines(standard_library(split), characters)
+    return first_lines(lzma.open(articles / FILES[SPLITS.index(split)], "rt", encoding="utf-8"), characters)
+
+
+def first_lines(lines: Iterable[str], characters: int) -> Iterator[str]:
+    """Lines that hold something, until they have so many characters."""
     read = 0
     for line in lines:
         if line.strip():
@@ -183,17 +221,43 @@ def standard_library(split: str) -> Iterator[str]:
     return itertools.chain.from_iterable(module.read_text(encoding="utf-8").splitlines(True) for module in chosen)
 
 
-def shuffle_sentences(corpus: Corpus, seed: int = 0) -> Corpus:
-    """The same sentences in another order: what a sentence says of the one before it is lost."""
+def shuffle_sentences(corpus: Corpus, streams: int, segment: int, steps: int, seed: int = 0) -> Corpus:
+    """The same sentences in another order: what a sentence says of the one before it is lost.
+
+    Of the training text, those are shuffled among themselves that a run of `steps` segments reads in one of `streams`
+    streams, so that it learns from the same sentences as one of the text in order. The other texts are shuffled whole.
+    """
     ends = corpus.tokenizer.convert_tokens_to_ids(list(SENTENCE_ENDS))
-    texts = {}
-    for split, ids in corpus.texts.items():
+    generator = np.random.default_rng(seed)
+
+    def shuffle(ids: np.ndarray) -> np.ndarray:
         sentences = np.split(ids, np.flatnonzero(np.isin(ids, ends))[:-1] + 1)
-        order = np.random.default_rng(seed).permutation(len(sentences))
-        texts[split] = np.concatenate([sentences[i] for i in order])
+        return np.concatenate([sentences[i] for i in generator.permutation(len(sentences))])
+
+    texts = {split: ids.copy() if split == "train" else shuffle(ids) for split, ids in corpus.texts.items()}
+    train = texts["train"]
+    # As TokenStream cuts it.
+    length = (len(train) - 1) // streams // segment * segment
+    for start in range(0, streams * length, length):
+        end = start + min(steps * segment, length)
+        train[start:end] = shuffle(train[start:end])
     return replace(corpus, texts=texts, name=f"{corpus.name}, {SHUFFLED}")
 
 
 def describe(sizes: Sizes) -> dict:
     """The columns that say what a row was computed with."""
     return {name: str(value) if isinstance(value, tuple) else value for name, value in asdict(sizes).items()}
+
+
+def main():
+    """A text that was read before stays the text, so that runs that were stopped go on."""
+    if (WORK / "corpus").exists() or find_articles() is not None:
+        return
+    try:
+        fetch(FETCHED, MINIATURE)
+    except OSError as error:
+        print(f"{error}; the text is the source of Python's standard library")
+
+
+if __name__ == "__main__":
+    main()

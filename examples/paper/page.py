@@ -6,8 +6,12 @@ The page is `README.md` in `examples/results/paper`, and `paper` on the document
 """
 
 import argparse
+import ast
 import sys
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -16,18 +20,23 @@ import attention_maps
 import context_length
 import harness
 from contenders import ROWS
-from miniature import RESULTS, SHUFFLED
+from miniature import ROOT, SHUFFLED, results_folder
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.files import write_text
 
+RECIPES = ROOT / "examples" / "recipes"
 INTRODUCTION = """\
 # The paper's experiments
 
 Each table and figure of [Transformer-XL](https://arxiv.org/abs/1901.02860) is one command. `make paper` runs them all
 as a miniature on two CPU cores; **`make paper` again goes on where it was stopped**. The miniature has {layers} layers
-of {width}, segments and a memory of {segment} words, a vocabulary of {vocabulary:,} words, and {steps:,} steps of
-{streams} × {segment} words of {text}; it is post-norm, as the paper's models. It is thousands of times smaller than
-they are, so compare its perplexities with one another only.
+of {width}, {parameters:.2f} million parameters, segments and a memory of {segment} words, and a vocabulary of
+{vocabulary:,} words; it is post-norm, as the paper's models. It trains for {steps:,} steps of {streams} × {segment}
+words of {text}, every row at one learning rate, {learning_rate}, which was tuned for none. The paper's models in
+Table 6 have 128 million parameters, {larger:.0f} times as many, and the [recipe](#on-a-gpu) of that size trains on
+{longer:,.0f} times as many words. So compare perplexities here with one another only. Without the articles of
+[wikipedia-long](../README.md), `make paper` takes WikiText-103 from the Hub, or without a network the source of
+Python's standard library, and writes all of this to `build/paper/results`.
 
 | in the paper | command | here |
 |---|---|---|
@@ -51,17 +60,23 @@ ABLATION = """\
 
 A row's name says whether there is recurrence, whose encoding, and the loss. Equal steps on the same text in the same
 order: a row with half losses learns from half as many targets, and one with longer segments from more. Rows named
-`-longer` and `-shorter` have other steps and equal targets. `init` is the perplexity at the attention length of
-training, `best` the lowest over the lengths, `at` the shortest where it is reached, and `beyond` the gain beyond the
-length of training with the number of seeds that have one, all of the validation text; after ± is half of what lies
-between the lowest and the highest seed. Rows named `-176` and `-172` have no `init`, here as in the paper: no length
-that is scored is that of their segments. The last column has the paper's init / best @ attention length, of far larger
-models. {done} of {planned} runs are done.
+`-longer` and `-shorter` have other steps, and the targets of the rows that they are compared with.
 
-Pairs with unequal targets are listed again with equal ones (`-longer`, `-shorter`) where such a run exists. It does
-not for full before half losses of the encodings ours and Shaw's: there the better row has read twice as much. An order
-that holds in no pair is denied by this miniature. Its short segments ({segment} words) or its short training (about a
-million words at most) may be the cause; they were not varied apart.
+Attention length n is, with recurrence, a memory of n words that each query sees exactly; without, a window of n words
+of which the last quarter is scored, after ¾ n to n words (`quarter` in the column `window` of [rows.csv](rows.csv);
+`exact` scores the last word alone). `init` is the perplexity at the attention length of training, {segment}; `best` is
+the lowest over the lengths, `at` the shortest where it is reached, and `beyond` the gain beyond the length of training
+with the number of seeds that have one. These are of the first {characters:,} characters of the validation text, less
+the first {longest} words of each of {evaluation_streams} streams, the same for all lengths; `test` is the perplexity
+of as much of the test text at the length of `best`. After ± is half of what lies between the lowest and the highest
+seed. Rows named `-176` and `-172` have no `init`, here as in the paper: no length that is scored is that of their
+segments. The last column has the paper's init / best @ attention length, of far larger models.
+{done} of {planned} runs are done.
+
+A pair with unequal targets is followed by the same one with equal targets (`-longer`, `-shorter`), and so with unequal
+steps: what it lacks of the difference above it comes from the targets. An order that holds in no pair is denied by
+this miniature. Its short segments ({segment} words) or its short training (about a million words at most) may be the
+cause; they were not varied apart.
 """
 CURVES = """\
 ![Validation perplexity by attention length, four panels](curves.png)
@@ -73,26 +88,33 @@ CONTROL = """\
 ## Control
 
 The sentences of the text in random order (Section 4.2, Table 7). No dependency reaches from one sentence to the next,
-so the gain of recurrence that remains comes from contexts that are not cut at segments. These rows read a random part
-of all sentences, those above the first part of each stream: compare perplexities within a table only."""
+so the gain of recurrence that remains comes from contexts that are not cut at segments. These rows learn from the same
+sentences as those above, and both texts that score them have their own sentences in another order."""
 SHUFFLED_CURVES = "![Validation perplexity by attention length, sentences shuffled](curves_shuffled.png)\n"
 CONTEXT = """\
 ## Context
 
-By Appendix C: every position is read from scratch with a given number of words before it, by one seed of each model.
-At the hardest positions the measure takes the better of two losses, so a model whose losses merely fluctuate with the
-context gains too. A long RECL is therefore no lower perplexity: compare the [curves](#ablation), where Shaw's encoding
-rises with the attention length. An ECL at the longest context has the same cause. The paper's order is its own
-encoding, Shaw's, no recurrence, absolute positions; overlapping intervals do not separate two models. Its QRNN has no
-row.
+By Appendix C: every position is read from scratch with a given number of words before it. The measure takes the better
+of two losses at each of the hardest positions, so a model whose losses merely fluctuate with the context gains too. An
+ECL up to the longest context has that cause, and is left out (–). Table 8's QRNN has no row.
 """
-RECL = "![RECL of each model with its interval](context_length.png)\n"
+CAUSES = """\
+The measure counts losses that change with the context as gain where they fall, and not as loss where they rise, so a
+long RECL is no lower perplexity. That is why it does not put ours before Shaw's, as perplexity does: Shaw's encoding
+is best at an attention length of {shaw_at} ({shaw_best:.2f} on the validation text) and worse at {longest}
+({shaw_longest:.2f}), while ours stays at {ours_longest:.2f} (best {ours_best:.2f} at {ours_at}). Models without
+recurrence, and the LSTM, learn from {segment} words at a time, two steps of the measure, so that one step decides
+their order; why the LSTM remembers no more than these is not known.
+"""
+RECL = "![RECL of each model: a dot a seed, and the widest interval](context_length.png)\n"
 ATTENTION = """\
 ## Attention
 
 Of one model, {model}, on {date}: {queries:,} queries, each of which sees {span} words.
 The paper says of its model that (a) alone is almost uniform, that (b) looks like the whole, and that (d) is flatter,
-nearer words first. Means over all heads, each term as if it were the whole score:"""
+nearer words first. Each term as if it were the whole score: means over all heads; how the mean's curve over the
+distances correlates with that of the whole score; and how, over the heads, a head's share within {near} words does,
+which is what tells (b) from (d)."""
 TERMS = """\
 ![Attention by distance for each head: whole score, (a), (b), (d)](attention_terms.png)
 
@@ -157,7 +179,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None):
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="(%(default)s)")
+    parser.add_argument("--results", type=Path, default=results_folder(), help="(%(default)s)")
     options = parser.parse_args(argv)
     with one_line_errors():
         write_text(options.results / "README.md", page(options.results))
@@ -176,19 +198,20 @@ def page(results: Path) -> str:
     texts = list(dict.fromkeys(row["text"] for row in rows))
     plain = [text for text in texts if SHUFFLED not in text]
     sizes = sizes_of(rows, results)
-    parts = [introduction(plain[0] if plain else texts[0], sizes)]
+    parts = [introduction(plain[0] if plain else texts[0], rows, sizes)]
     planned = len(ablation.TABLE) * 3
     for text in plain:
         # An LSTM and a GPT-2 have no attention length, and no row.
         if not (chosen := ablation.of(rows, text)):
             continue
-        parts.append(ABLATION.format(done=len(chosen), planned=planned, segment=sizes["segment"]))
+        parts.append(ABLATION.format(done=len(chosen), planned=planned, **sizes))
         parts.append(f"{ablation.table(chosen)}\n\n{ablation.orders(chosen)}\n\n{CURVES}")
     for text in texts:
         if SHUFFLED in text and (chosen := ablation.of(rows, text)):
             parts.append(control(chosen))
     if context := harness.read(results / "context_length.csv"):
-        parts.append(f"{CONTEXT}\n{context_length.table(context)}\n\n{RECL}")
+        parts.append(f"{CONTEXT}\n{context_length.table(context)}\n\n{context_length.orders(context)}\n")
+        parts.append(f"{causes(harness.read(results / 'curves.csv'), plain, sizes)}{RECL}")
     if heads := harness.read(results / "attention.csv"):
         parts.append(attention(heads))
     parts.append(ARTICLES)
@@ -198,31 +221,55 @@ def page(results: Path) -> str:
     return "\n".join([*parts, LARGE.format(commands=commands()), PUBLISHED, origin(rows)])
 
 
+MADE_WITH = (
+    "layers",
+    "width",
+    "segment",
+    "vocabulary",
+    "steps",
+    "streams",
+    "learning_rate",
+    "characters",
+    "lengths",
+    "evaluation_streams",
+)
 FILES = {"context": "context_length.csv", "attention": "attention.csv"}
 
 
-def sizes_of(rows: list[dict[str, str]], results: Path) -> dict[str, int]:
-    """The sizes that the introduction names, as the rows have them.
+def sizes_of(rows: list[dict[str, str]], results: Path) -> dict[str, Any]:
+    """The sizes that the page names, as the rows have them.
 
     Raises:
         ValueError: rows have different ones.
     """
     sizes = {}
-    for name in ("layers", "width", "segment", "vocabulary", "steps", "streams"):
+    for name in MADE_WITH:
         # Rows named -longer and -shorter are meant to have other steps, about a multiple of the table's.
         shares = [ROWS[row["row"]].steps if name == "steps" else 1 for row in rows]
-        exact = [int(row[name]) for row, share in zip(rows, shares, strict=True) if share == 1]
-        found = sorted(set(exact or [round(int(row[name]) / share) for row, share in zip(rows, shares, strict=True)]))
+        given = [ast.literal_eval(row[name]) for row in rows]
+        exact = [value for value, share in zip(given, shares, strict=True) if share == 1]
+        found = sorted(set(exact or [round(value / share) for value, share in zip(given, shares, strict=True)]))
         if len(found) > 1:
             values = " and ".join(map(str, found))
             raise ValueError(f"{results / 'rows.csv'} has runs with {name} {values}: one page needs runs of one size")
         sizes[name] = found[0]
+    _, sizes["characters"] = sizes["characters"]
+    sizes["longest"] = round(max(sizes["lengths"]) * sizes["segment"])
     return sizes
 
 
-def introduction(text: str, sizes: dict[str, int]) -> str:
+def introduction(text: str, rows: list[dict[str, str]], sizes: dict[str, Any]) -> str:
     lines = [f"| {what} | `python {command}` | {where} |\n" for what, command, where in CONTENTS]
-    return "".join([INTRODUCTION, *lines]).format(text=text, **sizes)
+    parameters = max(int(row["parameters"]) for row in rows) / 1e6
+    recipe = yaml.safe_load((RECIPES / "wt103_ablation.yaml").read_text(encoding="utf-8"))
+    targets = recipe["max_steps"] * recipe["batch_size"] * recipe["tgt_len"]
+    return "".join([INTRODUCTION, *lines]).format(
+        text=text,
+        parameters=parameters,
+        larger=128 / parameters,
+        longer=targets / (sizes["steps"] * sizes["streams"] * sizes["segment"]),
+        **sizes,
+    )
 
 
 def control(rows: list[dict[str, str]]) -> str:
@@ -230,10 +277,30 @@ def control(rows: list[dict[str, str]]) -> str:
     return "\n\n".join(parts)
 
 
+def causes(curves: list[dict[str, str]], texts: list[str], sizes: dict[str, Any]) -> str:
+    """Why the RECL of Shaw's encoding is the longest; "" without the curves that show it."""
+    figures: dict[str, Any] = {}
+    for key, name in (("ours", "recurrence-ours-full"), ("shaw", "recurrence-shaw-full")):
+        chosen = [row for row in curves if row["text"] in texts and row["row"] == name and row["protocol"] == "memory"]
+        lengths = sorted({int(row["length"]) for row in chosen})
+        means = {
+            length: ablation.mean([float(row["perplexity"]) for row in chosen if int(row["length"]) == length])
+            for length in lengths
+        }
+        if not means:
+            return ""
+        at = min(means, key=means.__getitem__)
+        figures |= {f"{key}_at": at, f"{key}_best": means[at], f"{key}_longest": means[lengths[-1]]}
+    return CAUSES.format(**figures, **sizes) + "\n"
+
+
 def attention(rows: list[dict[str, str]]) -> str:
     span = int(rows[0]["span"])
     first = rows[0]
-    said = ATTENTION.format(model=first["model"], date=first["date"], span=span, queries=int(first["queries"]))
+    near = attention_maps.near_of(span)
+    said = ATTENTION.format(
+        model=first["model"], date=first["date"], span=span, queries=int(first["queries"]), near=near
+    )
     return "\n\n".join([said, attention_maps.table(rows, span), TERMS]) + "\n"
 
 

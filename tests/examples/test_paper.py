@@ -86,6 +86,49 @@ def test_articles_are_read_from_the_folder_that_the_environment_names(library, m
         library()
 
 
+def test_results_of_another_text_go_to_a_folder_of_their_own(library, monkeypatch, tmp_path):
+    folder = tmp_path / miniature.COMMITTED_TEXT
+    folder.mkdir()
+    (folder / miniature.FILES[0]).touch()
+    for articles, expected in ((folder, miniature.RESULTS), (tmp_path, None), (None, None)):
+        monkeypatch.setattr(miniature, "find_articles", lambda articles=articles: articles)
+        options = ablation.parse_arguments([])
+        assert options.output == (expected or miniature.WORK / "results")
+    with pytest.raises(SystemExit):
+        ablation.parse_arguments(["--smoke"])
+    with pytest.raises(SystemExit):
+        ablation.parse_arguments(["--smoke", "--output", str(miniature.RESULTS)])
+
+
+def test_wikitext_is_fetched_from_the_hub_where_there_is_no_other_text(library, monkeypatch, tmp_path, capsys):
+    def load_dataset(name, config, *, split, streaming):
+        assert name == "Salesforce/wikitext" and streaming
+        return [{"text": text} for text in ("", f" = {split} = \n", *[f" {split} one .\n"] * 200)]
+
+    monkeypatch.delenv("TXL_WIKIPEDIA", raising=False)
+    monkeypatch.setattr(miniature, "find_articles", library)
+    monkeypatch.setattr(miniature, "ROOT", tmp_path)
+    monkeypatch.setattr(miniature, "WORK", tmp_path / "work")
+    monkeypatch.setattr(miniature, "FETCHED", tmp_path / "work" / "wikitext-103")
+
+    def unreachable(*_, **__):
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    miniature.main()
+    assert "Couldn't reach the Hub; the text is the source of Python's standard library" in capsys.readouterr().out
+    assert library() is None and not miniature.FETCHED.exists()
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    miniature.main()
+    corpus = miniature.prepare(miniature.WORK / "corpus", TINY)
+    assert library() == miniature.FETCHED and corpus.name == "wikitext-103"
+    assert list(miniature.read_lines(library(), "validation", 20)) == [" = validation =\n", " validation one .\n"]
+    # Runs of a text that was read before go on with it.
+    (miniature.FETCHED / miniature.FILES[0]).unlink()
+    miniature.main()
+    assert not (miniature.FETCHED / miniature.FILES[0]).exists()
+
+
 def test_two_folders_of_one_name_are_two_texts(library, monkeypatch, tmp_path):
     """Neither the text that was kept nor a model of it is taken for those of the other."""
     folders = [tmp_path / place / "articles" for place in ("here", "there")]
@@ -107,14 +150,28 @@ def test_two_folders_of_one_name_are_two_texts(library, monkeypatch, tmp_path):
 
 def test_shuffled_sentences_are_the_same_sentences(work):
     corpus = miniature.prepare(work / "corpus", TINY)
-    shuffled = miniature.shuffle_sentences(corpus)
+    streams = 3
+    shuffled = miniature.shuffle_sentences(corpus, streams, segment=8, steps=len(corpus.texts["train"]))
     ends = corpus.tokenizer.convert_tokens_to_ids(list(miniature.SENTENCE_ENDS))
     for split, ids in corpus.texts.items():
         cut = [np.split(text, np.flatnonzero(np.isin(text, ends)) + 1) for text in (ids, shuffled.texts[split])]
         before, after = (sorted(tuple(sentence) for sentence in sentences if len(sentence)) for sentences in cut)
         assert len(ids) == len(shuffled.texts[split]) and not np.array_equal(ids, shuffled.texts[split])
-        # The last sentence of a text may have no end, and then runs into the one that comes to follow it.
-        assert len(set(before) ^ set(after)) <= 3
+        # The last sentence of a stretch may have no end, and then runs into the one that comes to follow it.
+        assert len(set(before) ^ set(after)) <= (3 * streams if split == "train" else 3)
+
+
+def test_shuffled_sentences_are_those_that_a_row_reads_in_order(work):
+    """The tokens of each step's streams, whatever a row learns from, are the same up to their order."""
+    for name, steps in (("recurrence-ours-full", 40), ("none-al-rfou-half", 80)):
+        job = ablation.Job(contenders.ROWS[name], 0, dataclasses.replace(TINY, steps=steps), work)
+        plain, shuffled = (dataclasses.replace(job, shuffled=flag).corpus().texts["train"] for flag in (False, True))
+        tgt_len, _ = contenders.segments(job.row, TINY)
+        streams = [TokenStream(ids, tgt_len, TINY.streams) for ids in (plain, shuffled)]
+        for stream in range(TINY.streams):
+            items = range(stream, steps * TINY.streams, TINY.streams)
+            read, other = (torch.cat([text[item]["input_ids"] for item in items]) for text in streams)
+            assert not torch.equal(read, other) and torch.equal(read.sort().values, other.sort().values)
 
 
 # ---- models -----------------------------------------------------------------------------------------------------
@@ -347,7 +404,8 @@ def test_rows_of_other_steps_have_the_targets_of_those_they_stand_beside():
         return contenders.sizes_of(row, sizes).steps * contenders.segments(row, sizes)[0]
 
     full, half = targets("recurrence-ours-full"), targets("recurrence-ours-half")
-    assert targets("none-vaswani-half-longer") == targets("none-al-rfou-half-longer") == full == 2 * half
+    longer = [name for name in contenders.ROWS if name.endswith("-longer")]
+    assert len(longer) == 5 and {targets(name) for name in longer} == {full} == {2 * half}
     assert targets("none-ours-full-176-shorter") == pytest.approx(full, rel=1e-3)
     assert targets("none-ours-half-172-shorter") == pytest.approx(half, rel=1e-3)
 
@@ -471,7 +529,8 @@ def test_the_formula_of_appendix_c():
 
 def test_context_length_of_the_miniatures_group(work, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(context_length, "GROUP", ["none-ours-full", "none-vaswani-half", "gpt2"])
-    context_length.main(["--smoke", "--output", str(tmp_path)])
+    command = ["--smoke", "--output", str(tmp_path), "--seeds", "0"]
+    context_length.main(command)
     rows = read(tmp_path / "context_length.csv")
     assert [(row["measure"], row["model"], row["r"]) for row in rows][:4] == [
         ("RECL", "none-ours-full", "0.1"),
@@ -482,7 +541,66 @@ def test_context_length_of_the_miniatures_group(work, tmp_path, monkeypatch, cap
     assert all(int(row["low"]) <= int(row["high"]) for row in rows)
     table = capsys.readouterr().out
     assert "300 / 300 / 300" in table and "none-ours-full none-vaswani-half gpt2" in table
+    assert "* none-ours-full before none-vaswani-half: " in table and "with one seed" in table
     assert (tmp_path / "context_length.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_context_length_goes_on_with_the_seeds_that_are_missing(work, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(context_length, "GROUP", ["none-ours-full", "none-vaswani-half"])
+    command = ["--smoke", "--output", str(tmp_path), "--work", str(work), "--seeds"]
+    context_length.main([*command, "1"])
+    [first, *_] = read(tmp_path / "context_length.csv")
+    context_length.main([*command, "0", "1"])
+    rows = read(tmp_path / "context_length.csv")
+    assert rows[0] == first and [row["seed"] for row in rows[::12]] == ["1", "0"] and len(rows) == 24
+    monkeypatch.setattr(ablation, "train", None)
+    context_length.main([*command, "0", "1"])
+    assert read(tmp_path / "context_length.csv") == rows
+    monkeypatch.setattr(context_length, "GROUP", ["none-ours-full"])
+    with pytest.raises(
+        SystemExit, match="has seed 1 of other options: group was none-ours-full none-vaswani-half and"
+    ):
+        context_length.main([*command, "2"])
+
+
+def rows_of_lengths(**lengths: list[list[int]]) -> list[dict[str, str]]:
+    """RECL of models by seed and r."""
+    return [
+        {"model": name.replace("_", "-"), "measure": "RECL", "seed": str(seed), "r": str(r), "length": str(length)}
+        for name, seeds in lengths.items()
+        for seed, cells in enumerate(seeds)
+        for r, length in zip(context_length.FRACTIONS, cells, strict=True)
+    ]
+
+
+def test_an_order_of_table_8_is_that_of_the_seeds_means():
+    ours, shaw = [[24, 32, 32], [16, 24, 24], [24, 40, 24]], [[24, 40, 40], [48, 48, 40], [32, 48, 40]]
+    rows = rows_of_lengths(
+        recurrence_ours_full=ours, recurrence_shaw_full=shaw, lstm=[[16, 16, 8], [8] * 3, [16, 8, 8]]
+    )
+    said = context_length.orders(rows).splitlines()[2:]
+    assert said == [
+        "* recurrence-ours-full before recurrence-shaw-full: does not hold (-13.3; longer in 0 of 9, equal in 1)",
+        "* recurrence-ours-full before lstm: holds (+16.0; longer in 9 of 9, equal in 0)",
+        "* recurrence-shaw-full before lstm: holds (+29.3; longer in 9 of 9, equal in 0)",
+    ]
+    # In Table 8 neither is the longer one at every r.
+    assert "lstm" not in context_length.orders(rows_of_lengths(none_ours_full=ours, lstm=ours))
+
+
+def test_an_ecl_that_nothing_ended_is_no_number():
+    row = {"model": "ours", "contexts": "40", "step": "8", "positions": "300", "group": "ours", "paper": ""}
+    seeds = {"RECL": ("8", "16", "16"), "ECL": ("40", "40", "40")}
+    rows = [
+        row | {"measure": measure, "r": str(r), "length": length, "low": "8", "high": "40"}
+        for measure, lengths in seeds.items()
+        for r in context_length.FRACTIONS
+        for length in lengths
+    ]
+    [line] = [line for line in context_length.table(rows).splitlines() if line.startswith("| ours ")]
+    assert line == f"| ours |{' 8, 16, 16 (8–≥ 40) |' * 3}{' – |' * 4}"
+    rows[-1]["length"] = "32"
+    assert "| –, –, 32 (8–≥ 40) |" in context_length.table(rows)
 
 
 def test_the_longest_context_is_a_bound_also_where_an_interval_ends_there():
@@ -548,6 +666,19 @@ def test_the_numbers_of_attention_by_distance():
     uniform, near = torch.full((20,), 0.05, dtype=torch.float64), torch.eye(20, dtype=torch.float64)[0]
     assert attention_maps.measures(uniform) == pytest.approx({"near": 0.1, "mean_distance": 0.5, "entropy": 1.0})
     assert attention_maps.measures(near) == pytest.approx({"near": 1.0, "mean_distance": 0.025, "entropy": 0.0})
+
+
+def test_the_table_has_how_a_term_follows_the_whole_over_the_heads():
+    shares = {"whole": (0.1, 0.5, 0.9), "a": (0.3, 0.3, 0.3), "b": (0.2, 0.4, 0.6), "d": (0.9, 0.5, 0.1)}
+    figures = {"mean_distance": "0.5", "entropy": "1", "correlation": "0.5"}
+    rows = [
+        {"part": part, "head": str(head), "near": str(share), **figures}
+        for part, heads in shares.items()
+        # Head 0 is the mean over the others.
+        for head, share in enumerate((0.5, *heads))
+    ]
+    last = [line.split(" | ")[-1] for line in attention_maps.table(rows, 80).splitlines()[2:]]
+    assert last == ["1.00 |", "– |", "1.00 |", "-1.00 |", "– |"]
 
 
 def test_attention_maps_of_the_miniature(work, tmp_path, capsys):

@@ -738,6 +738,38 @@ def test_the_initial_memory_of_each_layer_may_be_filled_by_itself(make_model, ma
     assert all(torch.equal(states, other) for states, other in zip(mems, saved, strict=True))
 
 
+@pytest.mark.parametrize(
+    "layers, mem_len, length, same_length, reach",
+    [
+        (2, 8, 8, False, 2 * 8 + 7),
+        (3, 4, 4, False, 3 * 4 + 3),
+        (3, 8, 4, False, 3 * 8 + 3),
+        # One segment more than a multiple is the bound, n × (mem_len + L − 1).
+        (3, 5, 4, False, 3 * 8),
+        (2, 4, 8, False, 19),
+        (3, 4, 4, True, 3 * 3),
+    ],
+)
+def test_the_last_token_of_a_segment_sees_as_far_back_as_the_page_says(
+    layers, mem_len, length, same_length, reach, make_model, make_ids
+):
+    model = make_model(n_layer=layers, mem_len=mem_len, same_length=same_length, clamp_len=-1).double()
+    segments = -(-(reach + 2) // length)
+    ids = make_ids(1, segments * length)
+
+    def last(changed):
+        tokens, mems = ids.clone(), None
+        if changed is not None:
+            tokens[0, -1 - changed] = (tokens[0, -1 - changed] + 1) % 10
+        for segment in tokens.split(length, 1):
+            outputs = model(segment, mems=mems)
+            mems = outputs.mems
+        return outputs.logits[0, -1]
+
+    with torch.no_grad():
+        assert not torch.equal(last(reach), last(None)) and torch.equal(last(reach + 1), last(None))
+
+
 def test_no_gradient_reaches_the_segment_before(make_model, make_ids):
     """SG of the paper: what is remembered is a constant of the next segment's loss, in training too."""
     model = make_model().train()
