@@ -41,7 +41,7 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (23_052, 17_500),
+    "lines installed": (23_048, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
     "lines of the Hub set": (6_260, 5_200),

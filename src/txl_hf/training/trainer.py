@@ -256,8 +256,7 @@ class TransfoXLTrainer(Trainer):
         if self.model_init is None:
             check_special_tokens(self.model.config, self.processing_class)
             model = self.accelerator.unwrap_model(self.model)
-            regularized = self._regularizer is not None
-            if not self._compiled and should_compile_layers(self.args, self.accelerator.device, model, regularized):
+            if not self._compiled and should_compile_layers(self.args, self.accelerator.device, model):
                 compile_layers(model)
                 self._compiled = True
         # Datasets that cannot be evaluated are refused before hours of training.
