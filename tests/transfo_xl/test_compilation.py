@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from txl_hf.training import steps
 from txl_hf.training.arguments import TransfoXLTrainingArguments
+from txl_hf.training.regularization import RegularizationArguments, regularize
 from txl_hf.training.steps import compile_layers, should_compile_layers, uncompiled
 
 
@@ -77,9 +78,9 @@ def test_the_compiled_backward_pass_multiplies_no_gradient_of_the_memory(make_mo
 def test_layers_are_compiled_on_a_gpu_unless_something_else_is(tmp_path, monkeypatch, make_model):
     model = make_model("auto")
 
-    def chosen(told=None, whole=False, regularized=False, device="cuda"):
+    def chosen(told=None, whole=False, device="cuda"):
         arguments = TransfoXLTrainingArguments(str(tmp_path), use_cpu=True, compile_layers=told, torch_compile=whole)
-        return should_compile_layers(arguments, torch.device(device), model, regularized)
+        return should_compile_layers(arguments, torch.device(device), model)
 
     monkeypatch.setattr(steps, "has_triton", lambda: False)
     assert not chosen() and chosen(True)
@@ -90,6 +91,9 @@ def test_layers_are_compiled_on_a_gpu_unless_something_else_is(tmp_path, monkeyp
     assert chosen()
     assert not chosen(False)
     assert not chosen(device="cpu") and chosen(True, device="cpu")
-    assert not chosen(whole=True) and not chosen(regularized=True)
+    assert not chosen(whole=True)
+    # Masks of locked dropouts are drawn outside of layers.
+    regularize(model, RegularizationArguments(0.2, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2))
+    assert chosen()
     model.transformer.layers[0].mlp.register_forward_hook(lambda *_: None)
     assert not chosen() and chosen(True)

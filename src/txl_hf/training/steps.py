@@ -39,16 +39,13 @@ MOST_GRAPHS = 64
 Memory = dict[str, Any]
 
 
-def should_compile_layers(
-    arguments: TransfoXLTrainingArguments, device: torch.device, model: Any, regularized: bool
-) -> bool:
+def should_compile_layers(arguments: TransfoXLTrainingArguments, device: torch.device, model: Any) -> bool:
     """`compile_layers` if it is set. None: True on a GPU on which Triton runs, because the compiled kernels are
-    Triton's, unless the whole model is compiled, dropouts are put around layers (`regularized`), or a module of the
-    model has been hooked or replaced.
+    Triton's, unless the whole model is compiled, or a module of the model has been hooked or replaced by others.
     """
     if arguments.compile_layers is not None:
         return arguments.compile_layers
-    usual = device.type == "cuda" and not arguments.torch_compile and not regularized
+    usual = device.type == "cuda" and not arguments.torch_compile
     usual = usual and why_not_kernels_alone(getattr(model, "transformer", model)) is None
     return usual and has_triton() and why_triton_cannot_begin() is None
 

@@ -274,8 +274,7 @@ class TransfoXLTrainer(Trainer):
             # Tied tensors are saved once: their other names are missing in a checkpoint, which needs no warning.
             self.model._keys_to_ignore_on_save = [*self.model.all_tied_weights_keys]
             model = self.accelerator.unwrap_model(self.model)
-            regularized = self._regularizer is not None
-            if not self._compiled and should_compile_layers(self.args, self.accelerator.device, model, regularized):
+            if not self._compiled and should_compile_layers(self.args, self.accelerator.device, model):
                 compile_layers(model)
                 self._compiled = True
         # Datasets that cannot be evaluated are refused before hours of training.
