@@ -119,7 +119,8 @@ def test_every_contender(task, tmp_path):
         contenders = [name for name in contenders if name not in model.X_TRANSFORMERS]
     others = {"gpt2", "floor", *model.X_TRANSFORMERS}
     # What evaluates with a cache scores 1,024 tokens at once, unless each segment's loss is wanted.
-    together = set(contenders) - {"ours-step", "ours-mems", "ours-eager", *model.X_TRANSFORMERS} if task == "evaluate" else set()
+    apart = {"ours-step", "ours-mems", "ours-eager", *model.X_TRANSFORMERS}
+    together = set(contenders) - apart if task == "evaluate" else set()
     checks, given = {}, set()
     for name in contenders:
         running = model.begin(name, workload, str(tmp_path), arguments)
