@@ -417,13 +417,18 @@ def start(contender: str, workload: str, folder: str, arguments: argparse.Namesp
     return harness.Contender([python, SCRIPT, *options, "--worker", contender, workload, folder])
 
 
+def has_our_weights(contender: str) -> bool:
+    """Whether a contender loads our model, and so has its relative positions and has to give its losses."""
+    return contender.startswith(("ours", "legacy"))
+
+
 def gate(task: str, checks: dict[str, dict], dtype: str) -> tuple[dict[str, float], dict[str, str]]:
     """How far each contender's losses are from the reference's, and what is wrong with those that are too far."""
     if REFERENCE not in checks:
         sys.exit("error: without ours-eager there is nothing to compare with")
     reference, differences, wrong = checks[REFERENCE], {}, {}
     for name, found in checks.items():
-        if name in ("gpt2", "floor", *X_TRANSFORMERS):
+        if not has_our_weights(name):
             continue
         kind = TYPES.get(name, dtype)
         tolerance = TOLERANCE.get(kind, COARSE)[task]
@@ -478,7 +483,7 @@ def speed(answers: list[dict], legacy: list[dict] | None) -> dict:
 def utilisation(workload: Workload, contender: str, shares: list[float], rate: float, peak: float) -> dict:
     """Least operations of the model, whatever the contender computes, and their share of the measured peak."""
     config, memory = workload.config, workload.memory
-    relative = contender.startswith(("ours", "legacy"))
+    relative = has_our_weights(contender)
     if contender == "gpt2" and workload.task == "train":
         memory = 0
     segment = 1 if workload.task == "decode" else workload.segment
@@ -758,7 +763,8 @@ class Evaluate:
         self.model, self.ids, self.workload = model.eval(), ids, workload
         self.count, self.past, self.reader = 0, {}, None
         # The others have their memory as states.
-        self.cached = contender not in ("ours-mems", "ours-eager", *X_TRANSFORMERS) and contender != "legacy"
+        self.cached = contender not in ("ours-mems", "ours-eager", *X_TRANSFORMERS)
+        self.cached = self.cached and not contender.startswith("legacy")
         self.together = 1
         if self.cached and contender != "ours-step":
             from txl_hf.evaluation.reading import TOKENS_AT_ONCE

@@ -452,6 +452,17 @@ def test_what_is_to_be_kept_is_kept(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_checkpoint_leaves_files_that_another_program_is_writing(tmp_path):
+    """txl-evaluate with its --output beside the checkpoints, for one."""
+    other, killed = tmp_path / f"{checkpoints.UNFINISHED_PREFIX}-7-result.json", tmp_path / "_unfinished-3"
+    other.touch()
+    for folder in (killed, tmp_path / "written"):
+        folder.mkdir()
+        (folder / "part").touch()
+    checkpoints.finish_checkpoint(tmp_path / "written", tmp_path / "checkpoint-4", run="mine")
+    assert other.exists() and not killed.exists()
+
+
 def test_what_is_of_no_run_is_removed_first(tmp_path):
     run = checkpoints.begin_run(tmp_path)
     (tmp_path / "written").mkdir()

@@ -154,12 +154,12 @@ def finish_checkpoint(written: Path, final: Path, run: str):
     remove_unfinished(final.parent)
 
 
-def remove_unfinished(folder: Path):
-    """Remove unfinished folders and files of killed processes."""
+def remove_unfinished(folder: Path, files: bool = False):
+    """Remove unfinished folders of killed processes; with `files`, where no other process writes, files too."""
     for leftover in folder.glob(f"{UNFINISHED_PREFIX}-*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
-        else:
+        elif files:
             leftover.unlink(missing_ok=True)
 
 

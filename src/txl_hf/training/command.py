@@ -398,7 +398,7 @@ def locked_output(output: Path, resume: bool) -> Iterator[None]:
     with locked_folder(output):
         # Another run may have begun and ended there since the first check.
         check_output(output, resume)
-        remove_unfinished(output)
+        remove_unfinished(output, files=True)
         yield
 
 
