@@ -616,8 +616,9 @@ def plot(rows: list[dict[str, Any]], path: Path):
             steps = np.linspace(0, max(points[-1][0] for points in seeds.values()), 60)[1:]
             each = [np.interp(steps, *np.array(points).T) for points in seeds.values()]
             label = f"{memory}, {len(each)} seed{'s' * (len(each) > 1)}"
-            axis.plot(steps, np.mean(each, 0), linewidth=2, label=label)
-            axis.fill_between(steps, np.min(each, 0), np.max(each, 0), alpha=0.2)
+            color = f"C{MEMORIES.index(memory)}"  # the same in all panels
+            axis.plot(steps, np.mean(each, 0), color, linewidth=2, label=label)
+            axis.fill_between(steps, np.min(each, 0), np.max(each, 0), color=color, alpha=0.2, linewidth=0)
         axis.set_title(env.replace("_", " "), fontsize=15)
         axis.set_xlabel("environment steps, thousands", fontsize=14)
         axis.tick_params(labelsize=13)
