@@ -744,19 +744,6 @@ def test_a_wrong_evaluation_batch_size_is_found_before_the_first_step(tmp_path, 
         trainer.train()
 
 
-@pytest.mark.parametrize("process_index", [0, 1])
-def test_the_share_of_a_process_is_refused_before_the_first_step(tmp_path, process_index):
-    """Batches would hold two steps of its rows, and the second one go on with the memory of the first."""
-    share = text_stream(make_text(301), 5, 4, num_processes=2, process_index=process_index, epochs=None)
-    message = "is a TextStream of 2 of its 4 rows, the share of one process: make it without num_processes and"
-    with pytest.raises(ValueError, match=f"train_dataset {message}"):
-        make_trainer(tmp_path, stream=share).train()
-    with pytest.raises(ValueError, match=f"eval_dataset {message}"):
-        make_trainer(tmp_path, trainer={"eval_dataset": {"held-out": share}}).train()
-    with pytest.raises(ValueError, match=f"eval_dataset {message}"):
-        make_trainer(tmp_path).evaluate(share)
-
-
 def test_evaluation_leaves_the_memory_of_the_training_alone(tmp_path):
     held_out = {"a": TokenStream(make_text(41), 5, 4), "b": UnevenStream(make_text(41), 5, 4)}
     trainers = [

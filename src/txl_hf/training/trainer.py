@@ -328,11 +328,6 @@ class TransfoXLTrainer(Trainer):
                 f"{name} is a {type(dataset).__name__} without batch_size, so that nothing says which items continue "
                 "which: give a TokenStream of the tokens, or use Trainer to train without memory"
             )
-        if isinstance(dataset, TextStream) and len(dataset.rows) < dataset.batch_size:
-            raise ValueError(
-                f"{name} is a TextStream of {len(dataset.rows)} of its {dataset.batch_size} rows, the share of one "
-                "process: make it without num_processes and process_index, its rows are handed out here"
-            )
         config, ext_len = self.model.config, getattr(dataset, "ext_len", None)
         if getattr(dataset, "document_end", None) is not None:
             config.check_documents(f"document_end and the text of {name}")
