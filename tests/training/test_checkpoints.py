@@ -30,11 +30,11 @@ from txl_hf import TokenStream, TransfoXLTrainer
 from txl_hf.training import checkpoints, command
 from txl_hf.training.checkpoints import (
     MANIFEST_NAME,
-    MEMS_NAME,
     checkpoint_problem,
     last_checkpoint,
     remove_old_checkpoints,
 )
+from txl_hf.training.memory import MEMS_NAME
 from txl_hf.training.recipe import parse_arguments, write_smoke_data
 
 RECIPE = {

@@ -5,9 +5,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -32,57 +31,29 @@ from ..data.text_stream import TextStream
 from ..evaluation.cards import METRICS
 from ..evaluation.language_model import LanguageModelEvaluation, figures
 from ..files import disk_errors
+from ..kernels.steps import CapturedSteps, Forward, compile_layers, uncompiled
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
 from ..transfo_xl.masks_transfo_xl import without_padding
-from ..transfo_xl.memory_transfo_xl import cloned_states, latest_states, mask_overflow, memory_of, real_states
+from ..transfo_xl.memory_transfo_xl import cloned_states, latest_states, mask_overflow, memory_of
 from .arguments import FIXED, TransfoXLTrainingArguments
 from .callbacks import MemoryLength, ScaledByLength
 from .cards import complete_push, create_model_card
 from .checkpoints import (
-    AVERAGE_NAME,
     UNFINISHED_PREFIX,
     begin_run,
-    check_settings,
     checkpoint_problem,
     data_only,
     finish_checkpoint,
     last_checkpoint,
-    load_average,
-    load_mems,
-    read_position,
     remove_old_checkpoints,
-    save_mems,
 )
+from .memory import StreamMemory, check_settings, read_position
 from .optimizers import Averaging, make_optimizer
 from .regularization import RegularizationArguments, Regularizer, regularize
-from .steps import CapturedSteps, Forward, compile_layers, should_capture_steps, should_compile_layers, uncompiled
+from .steps import should_capture_steps, should_compile_layers
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class _Memory:
-    """The mems of each micro-batch of a step, and their position in the text.
-
-    Args:
-        memories: for each micro-batch `mems` and `mems_mask` of its rows on this process, neither at the beginning of
-            the text.
-        micro_batch: index of the next micro-batch.
-        epoch: the epoch that is read.
-        step: number of steps of the epoch that were read.
-    """
-
-    memories: list[dict[str, Any]] = field(default_factory=lambda: [{}])
-    micro_batch: int = 0
-    epoch: int = 0
-    step: int = 0
-
-    def replace(self, memory: dict[str, Any]):
-        """Store the memory of the current micro-batch and advance to the next one."""
-        self.memories[self.micro_batch] = memory
-        self.micro_batch = (self.micro_batch + 1) % len(self.memories)
-        self.step += self.micro_batch == 0
 
 
 class _WholeSteps(JITCheckpointCallback):
@@ -112,9 +83,6 @@ class _Events(TrainerCallback):
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.trainer.begin_epoch()
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.trainer.end_training()
 
     def on_push_begin(self, args, state, control, **kwargs):
         self.trainer.begin_push()
@@ -195,7 +163,7 @@ class TransfoXLTrainer(Trainer):
         if self.args.label_names is None:
             self.label_names = ["shift_labels"]
         self.memory_length: int | None = None
-        self._memory = _Memory()
+        self._memory = StreamMemory()
         # Nats and targets of an evaluation's steps on this process, on the device.
         self._sums: list[tuple[Tensor, Tensor]] = []
         self._captured: CapturedSteps | None = None
@@ -288,7 +256,7 @@ class TransfoXLTrainer(Trainer):
             with data_only():
                 return super().train(str(self._resumed_from), *args, **kwargs)
         finally:
-            self._memory, self._resumed_from, self._captured = _Memory(), None, None
+            self._memory, self._resumed_from, self._captured = StreamMemory(), None, None
 
     # --- data --------------------------------------------------------------------------------------------------------
 
@@ -298,31 +266,27 @@ class TransfoXLTrainer(Trainer):
         return loader
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
-        return self._checked(super().get_eval_dataloader(self._apart(dataset)), dataset, "eval_dataset")
-
-    def get_test_dataloader(self, test_dataset) -> DataLoader:
-        return self._checked(super().get_test_dataloader(self._apart(test_dataset)), test_dataset, "test_dataset")
-
-    def _apart(self, dataset):
-        """A data set to evaluate; of the training's, a copy at the first epoch, because reading it moves it."""
-        return copy.copy(dataset) if dataset is not None and dataset is self.train_dataset else dataset
-
-    def _checked(self, loader: DataLoader, dataset, name: str) -> DataLoader:
-        """A loader of an evaluation, whose text must have an end; a warning counts the tokens that it leaves out."""
-        self._check_loader(loader, dataset, name)
-        if isinstance(dataset, TextStream) and dataset.epochs is None:
-            raise ValueError(f"{name} is a TextStream with epochs=None, which never ends: make it with epochs=1")
-        if left_out := getattr(dataset, "dropped_tokens", 0):
-            logger.warning_once(
-                f"{name} leaves out {left_out:,} tokens at the end of its text, which the figures are not of: make it "
-                "with keep_remainder=True"
-            )
+        dataset = self._evaluated(eval_dataset)
+        loader = super().get_eval_dataloader(dataset)
+        self._check_loader(loader, dataset, "eval_dataset")
         return loader
 
+    def get_test_dataloader(self, test_dataset) -> DataLoader:
+        dataset = self._evaluated(test_dataset)
+        loader = super().get_test_dataloader(dataset)
+        self._check_loader(loader, dataset, "test_dataset")
+        return loader
+
+    def _evaluated(self, dataset):
+        """The data set of an evaluation; of the training's, a copy at the first epoch, because reading it moves it."""
+        dataset = self.eval_dataset if dataset is None else dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        return copy.copy(dataset) if dataset is not None and dataset is self.train_dataset else dataset
+
     def _check_loader(self, loader: DataLoader, dataset, name: str, accumulation_steps: int = 1):
+        """Raise a ValueError for a data set, or its loader, with which memory would not go on, or an evaluation would
+        not end; a warning counts the tokens that an evaluation leaves out."""
         if not isinstance(getattr(dataset, "batch_size", None), int):
             raise ValueError(
                 f"{name} is a {type(dataset).__name__} without batch_size, so that nothing says which items continue "
@@ -336,23 +300,25 @@ class TransfoXLTrainer(Trainer):
                 f"{name} reads ext_len={ext_len} tokens again, but the model keeps {config.ext_len} out of memory: "
                 f"make the stream with ext_len={config.ext_len}, or set ext_len in the model's configuration"
             )
+        layout = {"num_processes": self.args.world_size, "process_index": self.args.process_index}
         try:
-            check_loader(
-                loader,
-                num_processes=self.args.world_size,
-                process_index=self.args.process_index,
-                accumulation_steps=accumulation_steps,
-                batch_size=dataset.batch_size,
-            )
+            check_loader(loader, **layout, accumulation_steps=accumulation_steps, batch_size=dataset.batch_size)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+        if name != "train_dataset" and getattr(dataset, "epochs", 1) is None:
+            raise ValueError(f"{name} is a TextStream with epochs=None, which never ends: make it with epochs=1")
+        if name != "train_dataset" and (left_out := getattr(dataset, "dropped_tokens", 0)):
+            logger.warning_once(
+                f"{name} leaves out {left_out:,} tokens at the end of its text, which the figures are not of: make it "
+                "with keep_remainder=True"
+            )
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
         """As in `Trainer`, except that a training resumes where its memory is from, however long its epochs were."""
         epoch, batches = super()._init_training_state(*args, **kwargs)
-        self._memory = self._empty_memory(epoch)
+        self._memory = StreamMemory([{} for _ in range(self.args.gradient_accumulation_steps)], epoch)
         if self._resumed_from is not None:
             best = self._resumed_from.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
             if self.state.best_model_checkpoint is None and best.is_dir():
@@ -370,7 +336,8 @@ class TransfoXLTrainer(Trainer):
         self._tokens, self._tokens_logged, self._counted_since = 0, past[-1] if past else 0, time.perf_counter()
         if self._resumed_from is not None:
             self._set_optimizer()
-            self._load_average(self._resumed_from)
+            if self._averaging is not None:
+                self._averaging.load(self._resumed_from, self.model)
         self._captured = self._make_captured()
         if self._compiled or self._captured is not None:
             logger.info(
@@ -379,16 +346,6 @@ class TransfoXLTrainer(Trainer):
             )
         if self.args.should_save and self.args.save_strategy != SaveStrategy.NO:
             self._run = begin_run(Path(self.args.output_dir), self._resumed_from)
-
-    def end_training(self):
-        """Called after Trainer has loaded the weights of the best checkpoint, if it does: they have their average."""
-        best = self.state.best_model_checkpoint
-        if self.args.load_best_model_at_end and best is not None:
-            self._load_average(Path(best))
-
-    def _load_average(self, checkpoint: Path):
-        if self._averaging is not None and (checkpoint / AVERAGE_NAME).is_file():
-            self._averaging.load_state_dict(load_average(checkpoint), self.model)
 
     def _set_optimizer(self):
         """Set the current settings, because an optimizer and its schedule load those of their checkpoint."""
@@ -413,7 +370,7 @@ class TransfoXLTrainer(Trainer):
     def begin_epoch(self):
         """An epoch begins at the beginning of the text, except one that is resumed."""
         if not self._goes_on and self._memory.step > 0:
-            self._memory = self._empty_memory(self._memory.epoch + 1)
+            self._memory = self._memory.next_epoch()
         self._goes_on = False
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
@@ -430,9 +387,6 @@ class TransfoXLTrainer(Trainer):
             ]
         return optimizer
 
-    def _empty_memory(self, epoch: int) -> _Memory:
-        return _Memory([{} for _ in range(self.args.gradient_accumulation_steps)], epoch=epoch)
-
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """As in `Trainer`, with a count of the targets of `shift_labels`, which `Trainer` does not know."""
         self._memory.micro_batch = 0
@@ -443,7 +397,7 @@ class TransfoXLTrainer(Trainer):
         batches = list(islice(epoch_iterator, num_batches))
         if not batches and self._memory.step > 0:
             # A text without a length has ended.
-            self._memory = self._empty_memory(self._memory.epoch + 1)
+            self._memory = self._memory.next_epoch()
         for batch in batches:
             if (labels := batch.get("shift_labels")) is not None:
                 # The labels in the batch itself are changed, so that the model counts the same.
@@ -461,7 +415,7 @@ class TransfoXLTrainer(Trainer):
         """As in `Trainer`, with the memory of these rows, which is replaced by the one that the call returns."""
         own = self.compute_loss_func
         # `mem_len` may be shorter than this memory, after a callback or in a resumed training.
-        memory = latest_states(self._memory.memories[self._memory.micro_batch], self.model.config.mem_len)
+        memory = latest_states(self._memory.current, self.model.config.mem_len)
         if self._is_captured(model, inputs) and num_items_in_batch is not None:
             nll, penalty, memory = self._captured(inputs, memory)
             self._memory.replace(self._carried(memory))
@@ -587,9 +541,7 @@ class TransfoXLTrainer(Trainer):
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         """As in `Trainer`, of the average of the weights where one is kept; `eval_dataset` may be a function."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
+        dataset = self._evaluated(eval_dataset)
         with self.averaged(), uncompiled() if self._compiled else nullcontext():
             if not callable(dataset):
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -607,7 +559,7 @@ class TransfoXLTrainer(Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
-        training, self._memory, self._sums = self._memory, _Memory(), []
+        training, self._memory, self._sums = self._memory, StreamMemory(), []
         start = time.perf_counter()
         try:
             with self._uncounted():
@@ -687,7 +639,7 @@ class TransfoXLTrainer(Trainer):
             if not args.save_only_model:
                 self._save_memory(written)
                 if self._averaging is not None and args.should_save:
-                    torch.save(self._averaging.state_dict(), written / AVERAGE_NAME)
+                    self._averaging.save(written)
             if self.state.best_model_checkpoint == str(written):
                 self.state.best_model_checkpoint = str(final)
             self.accelerator.wait_for_everyone()
@@ -715,35 +667,20 @@ class TransfoXLTrainer(Trainer):
         return settings | {"optimizer": self.args.optimizer, "average": self.args.average}
 
     def _save_memory(self, folder: Path):
-        memory, dataset = self._memory, self.train_dataset
+        memory, dataset, position = self._memory, self.train_dataset, self._settings()
         ended = not isinstance(dataset, IterableDataset) and memory.step == len(dataset) // dataset.batch_size
         if ended or self.control.should_epoch_stop:
-            memory = self._empty_memory(memory.epoch + 1)
-        layers, mask, memories = [], None, memory.memories
-        position: dict[str, Any] = {"epoch": memory.epoch, "step": memory.step}
-        # At the end of an epoch there is no memory to save.
-        if memory.step > 0 and memories[0]:
-            layers = [self._gather(states) for states in zip(*(memory["mems"] for memory in memories), strict=True)]
-            mask = self._gather([real_states(**memory).byte() for memory in memories]).bool()
-        if isinstance(dataset, TextStream) and memory.step > 0:
+            memory = memory.next_epoch()
+        elif isinstance(dataset, TextStream) and memory.step > 0:
             position["read"] = dataset.documents_read
-        if self.args.should_save:
-            save_mems(folder, layers, mask, position | self._settings())
+        memory.save(folder, self.accelerator, position, writes=self.args.should_save)
 
-    def _gather(self, parts: Iterable[Tensor]) -> Tensor:
-        """Tensors of the micro-batches of all processes, joined in the order of the streams."""
-        return torch.cat([self.accelerator.gather(part.contiguous()) for part in parts]).cpu()
-
-    def _load_memory(self, folder: Path) -> _Memory:
-        """The memory of the rows of this process, from a checkpoint."""
-        saved, _ = read_position(folder)
-        if isinstance(self.train_dataset, TextStream) and "read" in saved:
-            self.train_dataset.expect(saved["read"])
-        micro_batches, processes = self.args.gradient_accumulation_steps, self.args.world_size
-        rows = self.train_dataset.batch_size // (micro_batches * processes)
-        starts = [(a * processes + self.args.process_index) * rows for a in range(micro_batches)]
-        memories = load_mems(folder, starts, rows, self.args.device)
-        return _Memory(memories, epoch=saved["epoch"], step=saved["step"])
+    def _load_memory(self, folder: Path) -> StreamMemory:
+        position, _ = read_position(folder)
+        if isinstance(self.train_dataset, TextStream) and "read" in position:
+            self.train_dataset.expect(position["read"])
+        steps = self.args.gradient_accumulation_steps
+        return StreamMemory.load(folder, self.accelerator, steps, self.train_dataset.batch_size)
 
 
 def check_special_tokens(config: TransfoXLConfig, tokenizer):
