@@ -86,7 +86,7 @@ class ScriptRun:
             arguments, begun = parse_arguments(self.argv("--resume")), StepsFrom()
             trainer = command.make_trainer(arguments, command.prepare(arguments))
             trainer.add_callback(begun)
-            trainer.train(resume_from_checkpoint=command.find_checkpoint(self.output))
+            trainer.train(resume_from_checkpoint=True)
             return begun.step
 
 
@@ -382,7 +382,7 @@ def test_a_run_goes_on_before_what_is_damaged(run, warnings):
     assert run.resume() == 2
     shutil.rmtree(run.output / "checkpoint-2")
     zero(next((run.output / "checkpoint-4").glob("optimizer.*")))
-    with pytest.raises(ValueError, match="no checkpoint in --output .* can be resumed|holds no complete checkpoint"):
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
         run.resume()
 
 

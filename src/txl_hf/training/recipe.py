@@ -185,10 +185,10 @@ def parse_arguments(
         parser.hide_unused()
     try:
         given = parser.parse_args([argument for argument in argv if argument not in ("-h", "--help")] or argv)
-        named = parser.take_defaults(given.recipe).keys()
+        recipe = parser.take_defaults(given.recipe)
         values = vars(parser.parse_args(argv))
         typed = {argument.partition("=")[0].replace("-", "_")[2:] for argument in argv if argument.startswith("--")}
-        named |= typed
+        named = typed | recipe.keys()
         _check(values, named, typed)
         named -= _forget(values, typed)
         names = (*CONFIG, *(entry.name for group in GROUPS for entry in dataclasses.fields(group)))

@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from transformers.utils import logging
 from ..data.streams import check_loader, describe_stream
 from ..data.text_stream import TextStream
 from ..evaluation.cards import METRICS
-from ..evaluation.language_model import LanguageModelEvaluation, figures
+from ..evaluation.language_model import figures
 from ..files import disk_errors
 from ..kernels.steps import CapturedSteps, Forward, compile_layers, uncompiled
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
@@ -73,19 +72,10 @@ class _WholeSteps(JITCheckpointCallback):
 
 
 class _Events(TrainerCallback):
-    """Calls methods of a trainer at the events that Trainer has no method for."""
+    """Events that Trainer has no method for, with the functions that they call."""
 
-    def __init__(self, trainer: "TransfoXLTrainer"):
-        self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.begin_training()
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        self.trainer.begin_epoch()
-
-    def on_push_begin(self, args, state, control, **kwargs):
-        self.trainer.begin_push()
+    def __init__(self, **functions: Callable[..., None]):
+        vars(self).update(functions)
 
 
 class TransfoXLTrainer(Trainer):
@@ -168,8 +158,8 @@ class TransfoXLTrainer(Trainer):
         self._sums: list[tuple[Tensor, Tensor]] = []
         self._captured: CapturedSteps | None = None
         self._compiled = False
-        # Whether the last losses were of labels other than the text's next tokens.
-        self._classifies = False
+        # Whether labels are the text's next tokens, and not a classifier's.
+        self._predicts_text = any(hasattr(module, "lm_head") for module in self.model.modules())
         self._resumed_from: Path | None = None
         self._run: str | None = None
         # The optimizer's settings by group, if this trainer made the optimizer.
@@ -180,7 +170,8 @@ class TransfoXLTrainer(Trainer):
 
     def _add_callbacks(self):
         args = self.args
-        self.add_callback(_Events(self))
+        events = {"on_train_begin": self._begin_training, "on_epoch_begin": self._begin_epoch}
+        self.add_callback(_Events(**events, on_push_begin=self._begin_push))
         if (theirs := self.pop_callback(JITCheckpointCallback)) is not None:
             whole_steps = _WholeSteps()
             whole_steps.trainer, whole_steps.jit_manager = self, theirs.jit_manager
@@ -225,8 +216,8 @@ class TransfoXLTrainer(Trainer):
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(
-                    f"{self.args.output_dir} holds no complete checkpoint of TransfoXLTrainer: train without "
-                    "resume_from_checkpoint"
+                    f"{self.args.output_dir} holds no complete checkpoint of TransfoXLTrainer (warnings name others): "
+                    "train without resume_from_checkpoint, in another folder"
                 )
         elif resume_from_checkpoint and (problem := checkpoint_problem(Path(resume_from_checkpoint))):
             raise ValueError(
@@ -330,7 +321,7 @@ class TransfoXLTrainer(Trainer):
         self._goes_on = True
         return epoch, batches
 
-    def begin_training(self):
+    def _begin_training(self, *event, **kwargs):
         """Called after the model, its optimizer and a checkpoint are loaded, before the first step."""
         past = [logs["tokens"] for logs in self.state.log_history if "loss" in logs and "tokens" in logs]
         self._tokens, self._tokens_logged, self._counted_since = 0, past[-1] if past else 0, time.perf_counter()
@@ -367,7 +358,7 @@ class TransfoXLTrainer(Trainer):
         dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
         return CapturedSteps(Forward(self.model, nullcontext, self._regularizer), dtype=dtype)
 
-    def begin_epoch(self):
+    def _begin_epoch(self, *event, **kwargs):
         """An epoch begins at the beginning of the text, except one that is resumed."""
         if not self._goes_on and self._memory.step > 0:
             self._memory = self._memory.next_epoch()
@@ -394,72 +385,65 @@ class TransfoXLTrainer(Trainer):
             # Trainer takes one more step when it resumes a finished run.
             self.control.should_training_stop = True
             return [], None
-        batches = list(islice(epoch_iterator, num_batches))
+        batches, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches and self._memory.step > 0:
             # A text without a length has ended.
             self._memory = self._memory.next_epoch()
-        for batch in batches:
-            if (labels := batch.get("shift_labels")) is not None:
+        if batches and batches[0].get("shift_labels") is not None:
+            for batch in batches:
+                labels = batch["shift_labels"]
                 # The labels in the batch itself are changed, so that the model counts the same.
                 batch["shift_labels"] = without_padding(labels, batch.get("attention_mask"), labels.shape[1])
-        if batches and batches[0].get("shift_labels") is not None:
             targets = sum((batch["shift_labels"] != -100).sum() for batch in batches).to(device)
             targets = self.accelerator.gather(targets).sum() if self.args.world_size > 1 else targets
-        else:
-            targets = self._get_num_items_in_batch(batches, device)
         self._tokens = self._tokens + (0 if targets is None else targets)
         # Where the number of targets is None, Trainer takes the mean of the micro-batches' means.
         return batches, None if targets is None else targets.clamp(min=1)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in `Trainer`, with the memory of these rows, which is replaced by the one that the call returns."""
-        own = self.compute_loss_func
         # `mem_len` may be shorter than this memory, after a callback or in a resumed training.
         memory = latest_states(self._memory.current, self.model.config.mem_len)
         if self._is_captured(model, inputs) and num_items_in_batch is not None:
             nll, penalty, memory = self._captured(inputs, memory)
             self._memory.replace(self._carried(memory))
             return nll / num_items_in_batch + self._share_of(penalty)
-        labels = inputs.get("shift_labels", inputs.get("labels"))
-        if not model.training and own is None:
+        own = {}
+        if self.compute_loss_func is not None and "shift_labels" in inputs:
+            # Trainer takes `labels` out of the inputs for the function.
+            own["labels"] = inputs["shift_labels"]
+        elif self.compute_loss_func is None and not model.training:
             # The loss of an evaluation's batch is the mean over its own labels; `_count` adds up the whole.
             num_items_in_batch = None
-        given = {name: value for name, value in inputs.items() if own is None or name != "labels"}
-        if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
-            given["num_items_in_batch"] = num_items_in_batch
-        outputs = self._read(model, given, memory)
-        if own is not None:
-            loss = own(outputs, labels, num_items_in_batch=num_items_in_batch)
-        elif (loss := outputs.get("loss")) is None:
-            raise ValueError(f"the model returned no loss, only {', '.join(outputs)}: items have {', '.join(inputs)}")
-        if num_items_in_batch is not None and (own is not None or self.model_accepts_loss_kwargs):
-            # The factor undoes the mean of gradients over the processes.
-            loss = loss * self.accelerator.num_processes
-        self._memory.replace(self._carried(memory_of(outputs, self.args.torch_compile)))
+        losses, parts = [], self._segments(inputs, num_items_in_batch) if model.training else [inputs]
+        for number, part in enumerate(parts, start=1):
+            through = {} if len(parts) == 1 else {"detach_mems": False}
+            loss, outputs = super().compute_loss(model, {**part, **own, **memory, **through}, True, num_items_in_batch)
+            losses.append(loss)
+            memory = self._carried(memory_of(outputs, self.args.torch_compile), detach=number == len(parts))
+        self._memory.replace(memory)
+        loss = sum(losses[1:], start=losses[0])
         if self._regularizer is not None and model.training:
             loss = loss + self._share_of(self._regularizer.penalty(inputs.get("shift_labels"), inputs.get("resets")))
-        self._count(inputs, outputs, training=model.training)
+        if not model.training:
+            self._count(inputs, outputs)
         return (loss, outputs) if return_outputs else loss
 
-    def _read(self, model, given: dict[str, Any], memory: dict[str, Any]):
-        """The outputs of a call, or in training those of the last of `backprop_segments` calls, with the loss of all:
-        each call takes the memory of the one before, with its graph."""
-        segments = self.args.backprop_segments if model.training else 1
+    def _segments(self, inputs: dict[str, Any], num_items_in_batch: Tensor | None) -> list[dict[str, Any]]:
+        """The items of a step as `backprop_segments` parts: each call takes the memory of the one before, with its
+        graph, and their losses add up."""
+        segments = self.args.backprop_segments
         if segments == 1:
-            return model(**given, **memory)
-        if missing := {"shift_labels", "num_items_in_batch"} - given.keys():
+            return [inputs]
+        divides = num_items_in_batch is not None and self.model_accepts_loss_kwargs
+        given = {"shift_labels": "shift_labels" in inputs, "num_items_in_batch": divides}
+        if missing := [name for name, is_given in given.items() if not is_given]:
             raise ValueError(
                 f"backprop_segments={segments} cuts items with input_ids and shift_labels, and adds up losses that "
-                f"num_items_in_batch divides, but a call has no {' and no '.join(sorted(missing))}: set it to 1"
+                f"num_items_in_batch divides, but a call has no {' and no '.join(missing)}: set it to 1"
             )
-        parts = {name: value.chunk(segments, dim=1) for name, value in given.items() if value.dim() > 1}
-        losses = []
-        for part in zip(*parts.values(), strict=True):
-            outputs = model(**{**given, **dict(zip(parts, part, strict=True))}, **memory, detach_mems=False)
-            losses.append(outputs["loss"])
-            memory = self._carried(memory_of(outputs, self.args.torch_compile), detach=False)
-        outputs["loss"] = torch.stack(losses).sum()
-        return outputs
+        parts = {name: value.chunk(segments, dim=1) for name, value in inputs.items() if value.dim() > 1}
+        return [{**inputs, **dict(zip(parts, part, strict=True))} for part in zip(*parts.values(), strict=True)]
 
     def _is_captured(self, model, inputs: dict[str, Any]) -> bool:
         """Whether a call is captured: only after the memory has its full length, because until then shapes change."""
@@ -472,24 +456,20 @@ class TransfoXLTrainer(Trainer):
         penalty = penalty / self.current_gradient_accumulation_steps
         return penalty - penalty.detach()
 
-    def _count(self, inputs: dict[str, Any], outputs, training: bool):
-        """Add up the losses of an evaluation, and record whether they are a classifier's."""
-        if (losses := outputs.get("losses")) is not None:
-            targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"]
-            # The losses of a language model are of the labels after the first, so they are fewer than the labels.
-            self._classifies = "shift_labels" not in inputs and losses.shape == targets.shape
-            if not training:
-                nll, length = losses.detach().sum(), targets.shape[1]
-                targets = targets[:, length - losses.shape[1] :]
-                if not self._classifies:
-                    targets = without_padding(targets, inputs.get("attention_mask"), length)
-                self._sums.append((nll, (targets != -100).sum()))
-        elif (labels := inputs.get("labels")) is not None:
+    def _count(self, inputs: dict[str, Any], outputs):
+        """Add up the losses of an evaluation's batch, and their targets."""
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if labels is None:
+            return
+        if (losses := outputs.get("losses")) is None:
             # A classifier of whole sequences, of which most segments may have no label.
-            self._classifies = True
-            if not training:
-                count = (labels != -100).sum()
-                self._sums.append((outputs["loss"].detach() * count, count))
+            targets, nll = labels, outputs["loss"].detach() * (labels != -100).sum()
+        else:
+            # The losses of a language model are of the labels after the first, so they are fewer than the labels.
+            targets, nll = labels[:, labels.shape[1] - losses.shape[1] :], losses.detach().sum()
+            if self._predicts_text:
+                targets = without_padding(targets, inputs.get("attention_mask"), labels.shape[1])
+        self._sums.append((nll, (targets != -100).sum()))
 
     def _carried(self, memory: dict[str, Any], detach: bool = True) -> dict[str, Any]:
         """The memory for the next call."""
@@ -524,7 +504,7 @@ class TransfoXLTrainer(Trainer):
 
     def _figures(self, loss: float) -> dict[str, float]:
         """Other units of a loss (perplexity, bits per token), if it is the negative log-likelihood of a text."""
-        return {} if self._classifies else figures(loss)
+        return figures(loss) if self._predicts_text else {}
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
@@ -548,9 +528,9 @@ class TransfoXLTrainer(Trainer):
             start = time.perf_counter()
             with self._uncounted():
                 model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-                self.evaluation: LanguageModelEvaluation = dataset(model, accelerator=self.accelerator)
-            found, seconds = self.evaluation, time.perf_counter() - start
-            metrics = {"loss": found.nll, **figures(found.nll), "tokens": found.tokens, "runtime": seconds}
+                found = dataset(model, accelerator=self.accelerator)
+            metrics = {"loss": found.nll, **figures(found.nll), "tokens": found.tokens}
+            metrics["runtime"] = time.perf_counter() - start
             metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -656,7 +636,7 @@ class TransfoXLTrainer(Trainer):
                 remove_old_checkpoints(run, args.save_total_limit, keep=[final, self.state.best_model_checkpoint])
             self.accelerator.wait_for_everyone()
 
-    def begin_push(self):
+    def _begin_push(self, *event, **kwargs):
         """Called before files are copied to the output directory and pushed."""
         if self.is_world_process_zero() and (model := self._model_of_card()) is not None:
             complete_push(self, model)
@@ -684,14 +664,8 @@ class TransfoXLTrainer(Trainer):
 
 
 def check_special_tokens(config: TransfoXLConfig, tokenizer):
-    """Check that a model has the special tokens of a tokenizer, which `Trainer.train` writes into its configuration.
-
-    Args:
-        config: the model's.
-        tokenizer: the `processing_class` of a Trainer, which may be a processor that has one.
-
-    Raises:
-        ValueError: a token is outside the vocabulary, so that the model could be trained and not saved.
+    """Raise a ValueError for a special token of a tokenizer, or of a processor's, that is outside a model's
+    vocabulary: `Trainer.train` writes it into the configuration, so that the model could be trained and not saved.
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     for name in ("bos_token", "eos_token", "pad_token"):
