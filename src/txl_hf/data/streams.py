@@ -5,7 +5,7 @@ import hashlib
 import zlib
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,11 +40,9 @@ class TokenStream(Dataset):
         segment_length: S ≥ 1.
         batch_size: G ≥ 1, the streams of one optimiser step: rows per process × processes × accumulation steps.
         keep_remainder: see above.
-        loss: "full": a segment has a label for every token. "half": before it, S tokens are read again
-            (`ext_len = segment_length`). Gradients cross 2 S tokens, of which the second half has labels, each with a
-            context of at least S; the paper trains its models so with half losses (Table 6).
-        ext_len: extended context ≥ 0; S with half losses. With memory it must be the model's `config.ext_len`, which
-            keeps tokens that are read again out of the memory.
+        ext_len: extended context ≥ 0. With memory it must be the model's `config.ext_len`, which keeps tokens that are
+            read again out of the memory. S gives half losses (Table 6 of the paper): gradients cross 2 S tokens, of
+            which the second half has labels, each with a context of at least S.
         varlen_seed: seed of segment lengths that vary: L is normal with deviation 5 around S, or around S / 2 in one
             step of twenty, within [5, S + 15]; the last ends with the text. None: L = S.
         document_end: where documents end in the text: the token that each ends with, or the places behind their last
@@ -69,15 +67,14 @@ class TokenStream(Dataset):
         batch_size: int,
         *,
         keep_remainder: bool = False,
-        loss: Literal["full", "half"] = "full",
         ext_len: int = 0,
         varlen_seed: int | None = None,
         document_end: int | Sequence[int] | np.ndarray | None = None,
     ):
         check_sizes(segment_length=segment_length, batch_size=batch_size)
+        check_sizes(least=0, ext_len=ext_len)
         token_ids = open_tokens(token_ids)
         check_tokens(token_ids)
-        ext_len = _reread(loss, segment_length, ext_len)
         segment_length, batch_size, ext_len = int(segment_length), int(batch_size), int(ext_len)
         self.token_ids = token_ids
         self.segment_length = segment_length
@@ -144,8 +141,8 @@ class TokenStream(Dataset):
         items = [self[index] for index in indices]
         if len({len(item["input_ids"]) for item in items}) > 1:
             raise ValueError(
-                "a batch of this TokenStream has rows of different lengths: with keep_remainder, ext_len, loss='half' "
-                "or varlen_seed not all steps have one length, so read it step by step, as TransfoXLTrainer does: in "
+                "a batch of this TokenStream has rows of different lengths: with keep_remainder, ext_len or "
+                "varlen_seed not all steps have one length, so read it step by step, as TransfoXLTrainer does: in "
                 f"order, in batches whose size divides that of the stream, {self.batch_size}"
             )
         return items
@@ -266,16 +263,6 @@ def document_starts(token_ids, document_end: int | np.ndarray, start: int, stop:
     before = read_tokens(token_ids, max(0, start - 1), max(0, stop - 1)).numpy()
     starts[len(starts) - len(before) :] = before == document_end
     return torch.from_numpy(starts)
-
-
-def _reread(loss: str, segment_length: int, ext_len: int) -> int:
-    """How many tokens are read again before a segment."""
-    check_sizes(least=0, ext_len=ext_len)
-    if loss not in ("full", "half"):
-        raise ValueError(f"loss={loss!r} must be 'full' or 'half'")
-    if loss == "half" and ext_len not in (0, segment_length):
-        raise ValueError(f"loss='half' reads segment_length={segment_length} tokens again, not ext_len={ext_len}")
-    return segment_length if loss == "half" else ext_len
 
 
 def varying_ends(length: int, segment_length: int, seed: int) -> np.ndarray:

@@ -288,7 +288,6 @@ def make_stream(
         token_ids,
         length,
         data.batch_size,
-        loss=data.loss,
         ext_len=config.ext_len,
         varlen_seed=seed if data.varlen else None,
         document_end=document_end,
