@@ -75,7 +75,7 @@ class _Events(TrainerCallback):
     """Events that Trainer has no method for, with the functions that they call."""
 
     def __init__(self, **functions: Callable[..., None]):
-        vars(self).update(functions)
+        self.__dict__.update(functions)
 
 
 class TransfoXLTrainer(Trainer):
