@@ -589,7 +589,7 @@ def load(contender: str, workload: Workload, folder: str, arguments: argparse.Na
             learn_frequencies(model)
     else:
         from txl_hf import TransfoXLForCausalLM
-        from txl_hf.training.steps import compile_layers
+        from txl_hf.kernels.steps import compile_layers
 
         variant, compiled = re.fullmatch(r"ours-?(.*?)-?(compile)?-?(graphs)?", contender).group(1, 2)
         implementation = None if variant in ("", "step", "mems", "static", "graph", *TYPES.values()) else variant
@@ -706,7 +706,7 @@ class Train:
         """The text, with no memory and, where it makes graphs, with none of them."""
         self.mems = None
         if self.contender.endswith("graphs"):
-            from txl_hf.training.steps import CapturedSteps, Forward
+            from txl_hf.kernels.steps import CapturedSteps, Forward
 
             # The steps that warm up, and those that are checked, are few.
             self.graphs = CapturedSteps(Forward(self.model, lambda: self.autocast), steps_before=0)

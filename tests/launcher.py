@@ -60,7 +60,7 @@ def join(started: list) -> list[int]:
 def kill_at(operation: int):
     """Count the steps of the optimiser and what writes, renames and removes in this process; die before number
     `operation`. A number, not a moment, so that a run that fails can be repeated."""
-    from txl_hf.training import checkpoints
+    from txl_hf.training import memory
 
     left = operation
 
@@ -78,7 +78,7 @@ def kill_at(operation: int):
     os.replace = counted(os.replace)
     shutil.rmtree = counted(shutil.rmtree)
     os.unlink = counted(os.unlink)
-    checkpoints.save_file = counted(checkpoints.save_file)
+    memory.save_file = counted(memory.save_file)
     Path.write_text = counted(Path.write_text)
     register_optimizer_step_pre_hook(counted(lambda *step: None))
 

@@ -51,7 +51,7 @@ AREAS = {
     "adaptive": ["transfo_xl/adaptive_transfo_xl"],
     "layout": ["transfo_xl/layout_transfo_xl"],
     "streams": ["data/streams"],
-    "checkpoints": ["training/checkpoints"],
+    "checkpoints": ["training/checkpoints", "training/memory"],
     "evaluation": ["evaluation/language_model", "evaluation/reading"],
 }
 # The test files that are about an area, where none is called as it is.

@@ -3,6 +3,7 @@
 import copy
 import json
 
+import accelerate
 import pytest
 import torch
 from datasets import Dataset
@@ -85,35 +86,16 @@ def test_no_more_is_read_than_the_next_step_needs(tokenizer):
         assert sum(len(TEXTS[number % 60].split()) for number in range(read)) < (step + 1) * G * (S + 1) + 8 * 60
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_resumed_bit_for_bit_on_as_many_processes(tokenizer, processes):
-    def streams(number):
-        return [
-            TextStream(TEXTS, tokenizer, S, G, epochs=None, num_processes=number, process_index=index)
-            for index in range(number)
-        ]
+@pytest.mark.parametrize("step", [1, 17, 40])
+def test_resumed_bit_for_bit_by_skipping(tokenizer, step):
+    """Ninety steps read the sixty documents more than twice."""
 
-    def take(parts, steps):
-        """The items of all processes in the order of their rows."""
-        iterators = [iter(part) for part in parts]
-        return [next(part) for _ in range(steps) for part in iterators for _ in range(G // len(parts))]
+    def loader():
+        return DataLoader(TextStream(TEXTS, tokenizer, S, G, epochs=None), batch_size=G)
 
-    expected = take(streams(1), 90)
-    # Ninety steps read the sixty documents more than twice.
-    for step in (1, 2, 17, 40):
-        parts = streams(processes)
-        assert equal(take(parts, step), expected[: step * G])
-        resumed = streams(processes)
-        for before, part in zip(parts, resumed, strict=True):
-            part.load_state_dict(json.loads(json.dumps(before.state_dict())))
-            assert part.step == step
-        assert equal(take(resumed, 90 - step), expected[step * G :])
-
-
-def test_micro_batches_hold_the_rows_of_all_processes(tokenizer):
-    shares = [{"num_processes": 2, "process_index": index, "accumulation_steps": 2} for index in range(2)]
-    streams = [TextStream(TEXTS, tokenizer, S, 8, epochs=None, **share) for share in shares]
-    assert [stream.rows for stream in streams] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    expected = [batch for _, batch in zip(range(90), loader(), strict=False)]
+    resumed = accelerate.skip_first_batches(loader(), step)
+    assert equal([batch for _, batch in zip(range(90 - step), resumed, strict=False)], expected[step:])
 
 
 def test_every_epoch_begins_anew_and_has_its_own_order(tokenizer):
@@ -151,12 +133,10 @@ def test_a_copy_begins_anew_and_leaves_the_stream_where_it_is(tokenizer):
     for _ in items:
         found.append(next(reading))
         if len(found) == 2 * G:
-            state = stream.state_dict()
+            read = stream.documents_read
             assert equal(list(copy.copy(stream)), first)
+            assert stream.documents_read == read and read["epoch"] == 3
     assert equal(found, items)
-    stream.load_state_dict(state)
-    assert equal(list(copy.copy(stream)), first)
-    assert equal(list(stream), items[2 * G :])
 
 
 def test_a_document_ends_where_a_tokenizer_can_say_so():
@@ -173,8 +153,6 @@ def test_a_document_ends_where_a_tokenizer_can_say_so():
         ([], {}, "no document"),
         ([{"body": "a"}], {}, "document 0 of texts has no text in the column 'text': choose one of body"),
         (["a", 5], {}, "document 1 of texts is no string or mapping, but int"),
-        (TEXTS, {"num_processes": 2}, "processes would not end together"),
-        (TEXTS, {"num_processes": 3, "epochs": None}, "multiple of 3"),
         (TEXTS, {"epochs": 0}, "epochs=0"),
     ],
 )
@@ -210,11 +188,7 @@ def test_texts_that_fill_no_step_are_refused(texts, keep_remainder, found):
 
 @pytest.mark.parametrize("eos_token", [None, "<eos>"])
 @pytest.mark.parametrize("texts", [["", ""], ["", " "]], ids=["empty", "spaces"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"epochs": None}, *({"epochs": None, "num_processes": 2, "process_index": index} for index in range(2))],
-    ids=["once", "again-and-again", "first-process", "second-process"],
-)
+@pytest.mark.parametrize("options", [{}, {"epochs": None}], ids=["once", "again-and-again"])
 def test_documents_without_a_token_are_no_text(options, texts, eos_token):
     """Nor are ends of documents alone; a row that is given none would wait for ever."""
     tokenizer = TransfoXLTokenizer.from_symbols(
@@ -224,104 +198,46 @@ def test_documents_without_a_token_are_no_text(options, texts, eos_token):
         next(iter(TextStream(texts, tokenizer, S, G, **options)))
 
 
-@pytest.mark.parametrize("process", [0, 1])
-def test_a_process_waits_where_the_text_of_an_epoch_is_not_its_own(tokenizer, process):
-    """In the first epoch the second process has spaces alone, in the next one it has the text."""
-    texts = ["\n".join(TEXTS[:10]), "  "]
-    stream = TextStream(texts, tokenizer, S, 2, epochs=None, num_processes=2, process_index=process)
-    assert len(next(iter(stream))["input_ids"]) == S
-
-
-def test_a_state_of_other_rows_is_refused(tokenizer):
-    """As of another number of processes, whose rows had other texts."""
-    first, second = (
-        TextStream(TEXTS, tokenizer, S, G, epochs=None, num_processes=2, process_index=index) for index in range(2)
-    )
-    for other in (second, TextStream(TEXTS, tokenizer, S, G, epochs=None)):
-        with pytest.raises(ValueError, match=r"is of rows \[0, 1\], the stream of .*: go on with as many processes"):
-            other.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match="has 4 rows, the stream batch_size=2"):
-        TextStream(TEXTS, tokenizer, S, 2).load_state_dict(first.state_dict())
-
-
-def test_a_state_of_other_segments_is_refused(tokenizer):
-    state = TextStream(TEXTS, tokenizer, S, G).state_dict()
-    with pytest.raises(ValueError, match=f"the state has segment_length={S}, the stream {S + 1}"):
-        TextStream(TEXTS, tokenizer, S + 1, G).load_state_dict(state)
-
-
-@pytest.mark.parametrize("changes", ["texts", "symbols"])
-def test_a_state_of_other_texts_is_refused(tokenizer, changes):
-    """Its rows would go on in another text, as the trainer says of a checkpoint."""
-    state = json.loads(json.dumps(TextStream(TEXTS, tokenizer, S, G).state_dict()))
-    texts, symbols = TEXTS, tokenizer
-    if changes == "texts":
-        texts = TEXTS[1:]
-    else:
-        symbols = type(tokenizer).from_symbols(tokenizer.symbols[::-1], mode=tokenizer.mode)
-    with pytest.raises(ValueError, match="the state is of other texts or symbols"):
-        TextStream(texts, symbols, S, G).load_state_dict(state)
-
-
 @pytest.mark.parametrize(
     "others", [TEXTS[:1] + TEXTS[:0:-1], TEXTS[:3], [*TEXTS[:3], "another", *TEXTS[4:]]], ids=["order", "fewer", "one"]
 )
-@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "skipped"])
-def test_texts_that_begin_alike_are_refused_when_they_are_read(tokenizer, others, loaded):
-    """As a training resumes, which goes on from a state or reads from the beginning and skips batches."""
+def test_texts_that_begin_alike_are_refused_when_they_are_read(tokenizer, others):
+    """As a training resumes, which reads from the beginning and skips batches."""
     stream = TextStream(TEXTS, tokenizer, S, G, epochs=None)
     for _ in zip(range(2 * G), stream, strict=False):
         pass
     resumed = TextStream(others, tokenizer, S, G, epochs=None)
-    if loaded:
-        resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-    else:
-        resumed.expect(json.loads(json.dumps(stream.documents_read)))
+    resumed.expect(json.loads(json.dumps(stream.documents_read)))
     with pytest.raises(ValueError, match="the state is of other texts: the first . documents of epoch 0 are not"):
         for _ in zip(range(200), resumed, strict=False):
             pass
 
 
-@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "skipped"])
 @pytest.mark.parametrize("same", [True, False], ids=["same", "other"])
-def test_texts_that_were_read_to_their_end_are_compared_too(tokenizer, loaded, same):
+def test_texts_that_were_read_to_their_end_are_compared_too(tokenizer, same):
     """The rows still hold their tokens when the last document has been read."""
     texts = ["\n".join(TEXTS[start::G]) for start in range(G)]
     stream = TextStream(texts, tokenizer, S, G, keep_remainder=True)
     items = list(stream)
     reading = iter(stream)
-    begun = [next(reading) for _ in range(len(items) - G)]
+    for _ in range(len(items) - G):
+        next(reading)
     assert stream.documents_read["documents"] == G and stream.documents_read["epoch"] == 0
     resumed = TextStream(texts if same else [*texts[:-1], texts[-1] + " more"], tokenizer, S, G, keep_remainder=True)
-    if loaded:
-        resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-    else:
-        resumed.expect(json.loads(json.dumps(stream.documents_read)))
+    resumed.expect(json.loads(json.dumps(stream.documents_read)))
     if same:
-        assert equal(list(resumed), items[len(begun) :] if loaded else items)
+        assert equal(list(resumed), items)
         return
     with pytest.raises(ValueError, match="the state is of other texts: the first . documents of epoch 0 are not"):
         list(resumed)
-    if not loaded:
-        assert list(resumed), "what a refusal has compared is not expected again"
+    assert list(resumed), "what a refusal has compared is not expected again"
 
 
-@pytest.mark.parametrize("items", [1, G], ids=["within-a-step", "between-steps"])
-@pytest.mark.parametrize("loaded", [False, True], ids=["begun", "loaded"])
-def test_one_iterator_at_a_time(tokenizer, items, loaded):
-    """Its rows would go on with what another one has read."""
+def test_two_iterators_read_apart(tokenizer):
     stream = TextStream(TEXTS, tokenizer, S, G)
-    state, first = stream.state_dict(), iter(stream)
-    for _ in range(items):
-        next(first)
-    if loaded:
-        stream.load_state_dict(state)
-    else:
-        next(iter(copy.copy(stream)))
-        next(first)
-        next(iter(stream))
-    with pytest.raises(RuntimeError, match="read copy.copy\\(stream\\) beside it"):
-        next(first)
+    first, second = iter(stream), iter(stream)
+    items = [next(first) for _ in range(G + 1)]
+    assert equal([*items, *first], list(second))
 
 
 def test_workers_are_refused(tokenizer):

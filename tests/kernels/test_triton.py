@@ -36,7 +36,7 @@ from models import random_softmax, small_config
 from sass import overwritten_operands
 from txl_hf.conformer import use_relative_attention
 from txl_hf.kernels import attention_blocks
-from txl_hf.training.steps import compile_layers
+from txl_hf.kernels.steps import compile_layers
 from txl_hf.transfo_xl.attention_transfo_xl import BACKENDS as ALL_BACKENDS
 from txl_hf.transfo_xl.attention_transfo_xl import (
     AttentionInputs,

@@ -30,11 +30,11 @@ from txl_hf import TokenStream, TransfoXLTrainer
 from txl_hf.training import checkpoints, command
 from txl_hf.training.checkpoints import (
     MANIFEST_NAME,
-    MEMS_NAME,
     checkpoint_problem,
     last_checkpoint,
     remove_old_checkpoints,
 )
+from txl_hf.training.memory import MEMS_NAME
 from txl_hf.training.recipe import parse_arguments, write_smoke_data
 
 RECIPE = {
@@ -86,7 +86,7 @@ class ScriptRun:
             arguments, begun = parse_arguments(self.argv("--resume")), StepsFrom()
             trainer = command.make_trainer(arguments, command.prepare(arguments))
             trainer.add_callback(begun)
-            trainer.train(resume_from_checkpoint=command.find_checkpoint(self.output))
+            trainer.train(resume_from_checkpoint=True)
             return begun.step
 
 
@@ -382,7 +382,7 @@ def test_a_run_goes_on_before_what_is_damaged(run, warnings):
     assert run.resume() == 2
     shutil.rmtree(run.output / "checkpoint-2")
     zero(next((run.output / "checkpoint-4").glob("optimizer.*")))
-    with pytest.raises(ValueError, match="no checkpoint in --output .* can be resumed|holds no complete checkpoint"):
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
         run.resume()
 
 

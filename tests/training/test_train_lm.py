@@ -1225,7 +1225,10 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
         ({"average": "ema", "average_start": 12}, "--average_start is 12, but must be less than all 12 steps"),
         ({"word_dropout": 1.5}, "word_dropout=1.5 must be at least 0 and less than 1"),
         ({"cutoffs": [100, 600]}, "has 502 tokens, fewer than the recipe's cutoffs [100, 600]"),
-        ({"gradient_accumulation_steps": 3}, "must be a multiple of 1 process(es) × --gradient_accumulation_steps 3"),
+        (
+            {"gradient_accumulation_steps": 3},
+            "has batch_size=4, which 1 process(es) × 3 accumulation step(s) cannot share: make it a multiple of 3",
+        ),
         ({"mem_warmup_ratio": 1.5}, "--mem_warmup_ratio is 1.5, but must be from 0 to 1"),
         ({"mem_warmup_ratio": 0.5, "mem_len": 0}, "--mem_warmup_ratio 0.5 grows no memory, as mem_len is 0"),
         ({"roll": True, "varlen": True}, "--roll goes together with neither --varlen, nor --ext_len"),

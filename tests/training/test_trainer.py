@@ -62,7 +62,8 @@ from txl_hf import (
 from txl_hf.evaluation.cards import write_model_card
 from txl_hf.kernels import captured
 from txl_hf.training.arguments import TransfoXLTrainingArguments
-from txl_hf.training.checkpoints import last_checkpoint, read_position
+from txl_hf.training.checkpoints import last_checkpoint
+from txl_hf.training.memory import read_position
 from txl_hf.training.trainer import check_special_tokens
 from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
@@ -742,19 +743,6 @@ def test_a_wrong_evaluation_batch_size_is_found_before_the_first_step(tmp_path, 
     trainer = make_trainer(tmp_path, trainer={"eval_dataset": {"held-out": held_out} if named else held_out})
     with pytest.raises(ValueError, match="eval_dataset: .*set the loader's batch size to 1 "):
         trainer.train()
-
-
-@pytest.mark.parametrize("process_index", [0, 1])
-def test_the_share_of_a_process_is_refused_before_the_first_step(tmp_path, process_index):
-    """Batches would hold two steps of its rows, and the second one go on with the memory of the first."""
-    share = text_stream(make_text(301), 5, 4, num_processes=2, process_index=process_index, epochs=None)
-    message = "is a TextStream of 2 of its 4 rows, the share of one process: make it without num_processes and"
-    with pytest.raises(ValueError, match=f"train_dataset {message}"):
-        make_trainer(tmp_path, stream=share).train()
-    with pytest.raises(ValueError, match=f"eval_dataset {message}"):
-        make_trainer(tmp_path, trainer={"eval_dataset": {"held-out": share}}).train()
-    with pytest.raises(ValueError, match=f"eval_dataset {message}"):
-        make_trainer(tmp_path).evaluate(share)
 
 
 def test_evaluation_leaves_the_memory_of_the_training_alone(tmp_path):

@@ -6,10 +6,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from txl_hf.kernels.steps import compile_layers, uncompiled
 from txl_hf.training import steps
 from txl_hf.training.arguments import TransfoXLTrainingArguments
 from txl_hf.training.regularization import RegularizationArguments, regularize
-from txl_hf.training.steps import compile_layers, should_compile_layers, uncompiled
+from txl_hf.training.steps import should_compile_layers
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("sdpa", marks=pytest.mark.slow)])

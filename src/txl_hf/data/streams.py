@@ -5,11 +5,12 @@ import hashlib
 import zlib
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 
@@ -39,11 +40,9 @@ class TokenStream(Dataset):
         segment_length: S ≥ 1.
         batch_size: G ≥ 1, the streams of one optimiser step: rows per process × processes × accumulation steps.
         keep_remainder: see above.
-        loss: "full": a segment has a label for every token. "half": before it, S tokens are read again
-            (`ext_len = segment_length`). Gradients cross 2 S tokens, of which the second half has labels, each with a
-            context of at least S; the paper trains its models so with half losses (Table 6).
-        ext_len: extended context ≥ 0; S with half losses. With memory it must be the model's `config.ext_len`, which
-            keeps tokens that are read again out of the memory.
+        ext_len: extended context ≥ 0. With memory it must be the model's `config.ext_len`, which keeps tokens that are
+            read again out of the memory. S gives half losses (Table 6 of the paper): gradients cross 2 S tokens, of
+            which the second half has labels, each with a context of at least S.
         varlen_seed: seed of segment lengths that vary: L is normal with deviation 5 around S, or around S / 2 in one
             step of twenty, within [5, S + 15]; the last ends with the text. None: L = S.
         document_end: where documents end in the text: the token that each ends with, or the places behind their last
@@ -68,15 +67,14 @@ class TokenStream(Dataset):
         batch_size: int,
         *,
         keep_remainder: bool = False,
-        loss: Literal["full", "half"] = "full",
         ext_len: int = 0,
         varlen_seed: int | None = None,
         document_end: int | Sequence[int] | np.ndarray | None = None,
     ):
         check_sizes(segment_length=segment_length, batch_size=batch_size)
+        check_sizes(least=0, ext_len=ext_len)
         token_ids = open_tokens(token_ids)
         check_tokens(token_ids)
-        ext_len = _reread(loss, segment_length, ext_len)
         segment_length, batch_size, ext_len = int(segment_length), int(batch_size), int(ext_len)
         self.token_ids = token_ids
         self.segment_length = segment_length
@@ -132,46 +130,43 @@ class TokenStream(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"item {index} of a TokenStream of {len(self)}")
-        step, row = divmod(index, self.batch_size)
-        begin, end = self.segment(step)
-        reread = min(begin, self.ext_len)
-        start = row * self._stream_length + min(row, self._longer)
-        stop = min(start + end, start + self._stream_length + (row < self._longer))
-        first = start + begin - reread
-        tokens = read_tokens(self.token_ids, first, stop + 1)
-        documents = self.document_end
-        resets = None if documents is None else document_starts(self.token_ids, documents, first, stop)
-        return as_item(tokens, reread + end - begin, reread, resets)
+        return self._read(*divmod(index, self.batch_size), rows=1)[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """The items of a batch, for `DataLoader`. Consecutive rows of a step are read into one tensor."""
-        whole = [*indices] == list(range(indices[0], indices[0] + len(indices)))
-        plain = type(self).__getitem__ is TokenStream.__getitem__ and not self._longer and self.document_end is None
-        step, row = divmod(indices[0], self.batch_size)
-        inside = 0 <= indices[0] and indices[-1] < len(self) and row + len(indices) <= self.batch_size
-        if not (plain and whole and inside):
-            items = [self[index] for index in indices]
-            if len({len(item["input_ids"]) for item in items}) > 1:
-                raise ValueError(
-                    "a batch of this TokenStream has rows of different lengths: with keep_remainder, ext_len, "
-                    "loss='half' or varlen_seed not all steps have one length, so read it step by step, as "
-                    "TransfoXLTrainer does: in order, in batches whose size divides that of the stream, "
-                    f"{self.batch_size}"
-                )
-            return items
+        (step, row), rows = divmod(indices[0], self.batch_size), len(indices)
+        consecutive = [*indices] == list(range(indices[0], indices[0] + rows)) and row + rows <= self.batch_size
+        if consecutive and 0 <= step < self.steps and type(self).__getitem__ is TokenStream.__getitem__:
+            return self._read(step, row, rows)
+        items = [self[index] for index in indices]
+        if len({len(item["input_ids"]) for item in items}) > 1:
+            raise ValueError(
+                "a batch of this TokenStream has rows of different lengths: with keep_remainder, ext_len or "
+                "varlen_seed not all steps have one length, so read it step by step, as TransfoXLTrainer does: in "
+                f"order, in batches whose size divides that of the stream, {self.batch_size}"
+            )
+        return items
+
+    def _read(self, step: int, row: int, rows: int) -> list[dict[str, Tensor]]:
+        """The items of `rows` rows of a step, from `row` on."""
         begin, end = self.segment(step)
         reread = min(begin, self.ext_len)
-        tokens = torch.empty(len(indices), reread + end - begin + 1, dtype=torch.int64)
-        for place, part in enumerate(tokens, start=row):
-            start = place * self._stream_length
-            part.copy_(read_tokens(self.token_ids, start + begin - reread, start + end + 1))
-        # As `as_item`, for all rows at once.
-        input_ids, shift_labels = tokens[:, :-1], tokens[:, 1:].clone()
-        shift_labels[:, :reread] = -100
-        return [
-            {"input_ids": inputs, "shift_labels": labels}
-            for inputs, labels in zip(input_ids, shift_labels, strict=True)
-        ]
+        shape = rows, reread + end - begin
+        # Behind the end of a stream the input is 0.
+        items = {"input_ids": torch.zeros(shape, dtype=torch.int64), "shift_labels": torch.full(shape, -100)}
+        if self.document_end is not None:
+            items["resets"] = torch.zeros(shape, dtype=torch.bool)
+        for place, stream in enumerate(range(row, row + rows)):
+            start = stream * self._stream_length + min(stream, self._longer)
+            first, stop = start + begin - reread, start + min(end, self._stream_length + (stream < self._longer))
+            tokens = read_tokens(self.token_ids, first, stop + 1)
+            items["input_ids"][place, : stop - first] = tokens[:-1]
+            items["shift_labels"][place, reread : stop - first] = tokens[reread + 1 :]
+            if self.document_end is not None:
+                items["resets"][place, : stop - first] = document_starts(
+                    self.token_ids, self.document_end, first, stop
+                )
+        return [dict(zip(items, values, strict=True)) for values in zip(*items.values(), strict=True)]
 
     def segment(self, step: int) -> tuple[int, int]:
         """Where segment `step`, in [0, `steps`), begins and ends in every stream, in tokens, in the present epoch."""
@@ -202,22 +197,15 @@ class RolledStream(TokenStream):
         return as_item(tokens, self.segment_length)
 
 
-def as_item(tokens: Tensor, length: int, reread: int = 0, resets: Tensor | None = None) -> dict[str, Tensor]:
+def as_item(tokens: Tensor, length: int) -> dict[str, Tensor]:
     """An item of `TokenStream` from the tokens of a row and the token after them.
 
     Args:
-        tokens: (n + 1,) int64, n ≤ length. length: of the item, which behind the text holds 0 without labels.
-        reread: how many tokens at its beginning have no labels. resets: (n,) bool, where documents begin.
+        tokens: (n + 1,) int64, n ≤ length, or none. length: of the item, which behind the text holds 0 without labels.
     """
-    # A copy, so that masking labels in place does not mask the inputs too.
-    input_ids, shift_labels = tokens[:-1], tokens[1:].clone()
-    shift_labels[:reread] = -100
-    if missing := length - len(input_ids):
-        input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
-        shift_labels = torch.cat([shift_labels, shift_labels.new_full((missing,), -100)])
-        resets = None if resets is None else torch.cat([resets, resets.new_zeros(missing)])
-    item = {"input_ids": input_ids, "shift_labels": shift_labels}
-    return item if resets is None else item | {"resets": resets}
+    inputs, labels = tokens[:-1], tokens[1:]
+    behind = (0, length - len(inputs))
+    return {"input_ids": F.pad(inputs, behind), "shift_labels": F.pad(labels, behind, value=-100)}
 
 
 def describe_stream(stream) -> dict[str, Any]:
@@ -275,16 +263,6 @@ def document_starts(token_ids, document_end: int | np.ndarray, start: int, stop:
     before = read_tokens(token_ids, max(0, start - 1), max(0, stop - 1)).numpy()
     starts[len(starts) - len(before) :] = before == document_end
     return torch.from_numpy(starts)
-
-
-def _reread(loss: str, segment_length: int, ext_len: int) -> int:
-    """How many tokens are read again before a segment."""
-    check_sizes(least=0, ext_len=ext_len)
-    if loss not in ("full", "half"):
-        raise ValueError(f"loss={loss!r} must be 'full' or 'half'")
-    if loss == "half" and ext_len not in (0, segment_length):
-        raise ValueError(f"loss='half' reads segment_length={segment_length} tokens again, not ext_len={ext_len}")
-    return segment_length if loss == "half" else ext_len
 
 
 def varying_ends(length: int, segment_length: int, seed: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Checkpoints of a training with memory, complete or absent, with the memory of each stream.
+"""Checkpoints of a training with memory, complete or absent.
 
 A checkpoint is written into a folder whose name begins with `UNFINISHED_PREFIX`; `finish_checkpoint` renames it when
 it is complete and on the disk. Its manifest names the run that wrote it and each of its files with size and CRC-32, so
@@ -18,7 +18,7 @@ import shutil
 import sys
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -26,21 +26,16 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..files import MANIFEST_NAME, UNFINISHED_PREFIX, move_into_place, write_text
+from .memory import MEMS_NAME, read_position
 
 logger = logging.get_logger(__name__)
 
-MEMS_NAME = "mems.safetensors"
-AVERAGE_NAME = "average.pt"
-# Name of the states' mask in the file; layers are named by their numbers.
-MASK = "mask"
 # File beside the checkpoints that names the run which writes there now.
 RUN_NAME = "run.json"
 # Pickles that nothing reads.
@@ -52,24 +47,14 @@ DEEPSPEED_RECORDS = {
     "deepspeed.utils.tensor_fragment": ("fragment_address",),
 }
 # Names in the list of shards that torch.distributed.checkpoint pickles, beside types of tensors.
-SHARD_RECORDS = {
-    *(f"pathlib{part}.{kind}Path" for part in ("", "._local") for kind in ("Posix", "Windows")),
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    "torch.serialization._get_layout",
-    "torch.Size",
-    *(
-        f"torch.distributed.checkpoint.metadata.{name}"
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-        )
-    ),
-}
+SHARD_RECORDS = re.compile(
+    r"""(?x)
+    pathlib(\._local)?\.(Posix|Windows)Path | torch\.Size | torch\.serialization\._get_layout
+    | torch\.distributed\.checkpoint\.filesystem\._StorageInfo
+    | torch\.distributed\.checkpoint\.metadata\.(BytesStorageMetadata|ChunkStorageMetadata|Metadata|MetadataIndex
+      |StorageMeta|TensorProperties|TensorStorageMetadata)
+    """
+)
 # Function by which early versions of Python 3.11 pickle a member of an enumeration.
 GETATTR = "builtins.getattr"
 
@@ -285,7 +270,8 @@ class _ShardsReader(pickle.Unpickler):
             return _memory_format
         if path == f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__name__}":
             return _MemoryFormats
-        if path in SHARD_RECORDS or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or SHARD_RECORDS.fullmatch(path):
             return _Record
         raise pickle.UnpicklingError(f"{path!r} is no record of shards")
 
@@ -307,71 +293,3 @@ def _member(kind: Any, name: str) -> Enum:
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise pickle.UnpicklingError(f"{name!r} is no member of an enumeration")
     return kind[name]
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-
-def save_mems(folder: Path, layers: Sequence[Tensor], mask: Tensor | None, position: dict[str, Any]):
-    """Write the memory of all streams.
-
-    Args:
-        layers: (G, m, D) for each layer, row g of stream g; empty at the beginning of the text.
-        mask: (G, m) bool, which states are real; None: all of them.
-        position: the position of the training in its text, with the settings of `check_settings`.
-    """
-    tensors = {str(layer): states.cpu() for layer, states in enumerate(layers)}
-    if mask is not None and not mask.all():
-        tensors[MASK] = mask.cpu()
-    save_file(tensors, folder / MEMS_NAME, metadata={"position": json.dumps(position)})
-
-
-def load_mems(folder: Path, starts: Iterable[int], rows: int, device: torch.device) -> list[dict[str, Any]]:
-    """`mems` and `mems_mask` of streams [start, start + rows) for each start; neither at the beginning of the text."""
-    _, layers = read_position(folder)
-    with safe_open(folder / MEMS_NAME, "pt") as file:
-        if layers == 0:
-            return [{} for _ in starts]
-        slices = [file.get_slice(str(layer)) for layer in range(layers)]
-        mask = file.get_tensor(MASK) if MASK in file.keys() else None
-        return [
-            {
-                "mems": tuple(states[i : i + rows].to(device) for states in slices),
-                "mems_mask": None if mask is None else mask[i : i + rows].to(device),
-            }
-            for i in starts
-        ]
-
-
-def check_settings(folder: Path, settings: dict[str, Any]):
-    """Raise a ValueError where a checkpoint is of another text, layout, model or optimizer."""
-    saved, _ = read_position(folder)
-    # A position is where the training goes on; what was read is compared when it is read again.
-    names = {*saved, *settings} - {"epoch", "step", "read"}
-    differing = {name for name in names if saved.get(name) != settings.get(name)}
-    if differing:
-        then, now = ({name: each.get(name) for name in sorted(differing)} for each in (saved, settings))
-        raise ValueError(
-            f"{folder} is of a training with {then}, but this one has {now}: resume with the same text, batch size, "
-            "lengths, seed, model and optimizer"
-        )
-
-
-def read_position(folder: Path) -> tuple[dict[str, Any], int]:
-    """The position of a training when it wrote its memory, and the number of layers in that memory.
-
-    Raises:
-        ValueError: the file was not written by `save_mems`.
-    """
-    with safe_open(folder / MEMS_NAME, "pt") as file:
-        position = json.loads((file.metadata() or {}).get("position", "null"))
-        names = set(file.keys()) - {MASK}
-        if not isinstance(position, dict) or {str(layer) for layer in range(len(names))} != names:
-            raise ValueError(f"it is damaged ({MEMS_NAME} says no position, or holds other tensors than layers)")
-    return position, len(names)
-
-
-def load_average(checkpoint: Path) -> dict[str, Any]:
-    """The state of `Averaging` in a checkpoint of a training with an average."""
-    with data_only():
-        return torch.load(checkpoint / AVERAGE_NAME, map_location="cpu", weights_only=True)

@@ -116,7 +116,8 @@ def prepare(arguments: Arguments) -> Prepared:
     document_end = find_document_end(data, tokenizer, config)
     fill_special_tokens(config, tokenizer, document_end)
     stream = make_stream(texts["train"], config, arguments, document_end)
-    share_out(arguments)
+    # A remainder is refused with the loader.
+    args.per_device_train_batch_size = data.batch_size // (args.world_size * args.gradient_accumulation_steps) or 1
     max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * stream.steps)
     check_schedule(args, max_steps)
     return Prepared(tokenizer, texts, document_end, stream, config, max_steps)
@@ -132,11 +133,13 @@ def train(arguments: Arguments):
     prepared = prepare(arguments)
     with locked_output(output, data.resume) if state.is_main_process else nullcontext():
         state.wait_for_everyone()
-        checkpoint = find_checkpoint(output) if data.resume else None
+        resumes = data.resume and bool(list_checkpoints(output))
+        checkpoint = last_checkpoint(output) if resumes else None
         is_done = checkpoint is not None and step_of(checkpoint) == prepared.max_steps
         if not is_done or not (output / RESULTS).exists():
             trainer = make_trainer(arguments, prepared)
-            trainer.train(resume_from_checkpoint=checkpoint)
+            # Where none of the checkpoints can be used, True is an error.
+            trainer.train(resume_from_checkpoint=checkpoint or resumes)
             is_done = trainer.state.global_step >= prepared.max_steps
             if is_done:
                 save_best(trainer, prepared.tokenizer)
@@ -285,23 +288,10 @@ def make_stream(
         token_ids,
         length,
         data.batch_size,
-        loss=data.loss,
         ext_len=config.ext_len,
         varlen_seed=seed if data.varlen else None,
         document_end=document_end,
     )
-
-
-def share_out(arguments: Arguments):
-    """Give each process and accumulation step its share of the streams."""
-    args, streams = arguments.training, arguments.data.batch_size
-    rows, left = divmod(streams, args.world_size * args.gradient_accumulation_steps)
-    if left:
-        raise ValueError(
-            f"--batch_size {streams} must be a multiple of {args.world_size} process(es) × "
-            f"--gradient_accumulation_steps {args.gradient_accumulation_steps}"
-        )
-    args.per_device_train_batch_size = rows
 
 
 # --- model -----------------------------------------------------------------------------------------------------------
@@ -400,18 +390,3 @@ def locked_output(output: Path, resume: bool) -> Iterator[None]:
         check_output(output, resume)
         remove_unfinished(output, files=True)
         yield
-
-
-def find_checkpoint(output: Path) -> str | None:
-    """The last usable checkpoint of a run, or None where there is none at all.
-
-    Raises:
-        ValueError: no checkpoint that is there is usable.
-    """
-    if (found := last_checkpoint(output)) is None and (unusable := list_checkpoints(output)):
-        names = ", ".join(path.name for _, path in unusable)
-        raise ValueError(
-            f"no checkpoint in --output {output} can be resumed ({names}; the lines above say why): choose another "
-            "folder"
-        )
-    return found

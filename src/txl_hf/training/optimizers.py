@@ -5,6 +5,7 @@ A new optimizer is a name in `arguments.Optimizer` and a branch of `make_optimiz
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from .arguments import TransfoXLTrainingArguments
+
+# File of the average in a checkpoint.
+AVERAGE_NAME = "average.pt"
 
 
 def make_optimizer(model: nn.Module, arguments: TransfoXLTrainingArguments) -> torch.optim.Optimizer:
@@ -126,12 +130,17 @@ class Averaging(TrainerCallback):
             if before:
                 torch._foreach_copy_(weights, before)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "decay": self.decay, "weights": self.weights}
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        # The model now has the weights of the best checkpoint, if `load_best_model_at_end` is set.
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self.load(Path(state.best_model_checkpoint), model)
 
-    def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
-        """Load a state of `state_dict`."""
-        self.steps = state["steps"]
-        self.weights = [
-            saved.to(weight.device) for saved, weight in zip(state["weights"], model.parameters(), strict=False)
-        ]
+    def save(self, checkpoint: Path) -> None:
+        torch.save({"steps": self.steps, "decay": self.decay, "weights": self.weights}, checkpoint / AVERAGE_NAME)
+
+    def load(self, checkpoint: Path, model: nn.Module) -> None:
+        """Load the average of a checkpoint, if it has one."""
+        if (path := checkpoint / AVERAGE_NAME).is_file():
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            pairs = zip(state["weights"], model.parameters(), strict=False)
+            self.steps, self.weights = state["steps"], [saved.to(weight.device) for saved, weight in pairs]

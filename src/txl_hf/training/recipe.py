@@ -95,6 +95,26 @@ class RecipeParser(HfArgumentParser, CommandParser):
         renamed = next(filter(None, (RENAMED.get(option[2:].replace("-", "_")) for option in options)), None)
         self.exit(2, f"error: {message}{f' (it is --{renamed} now)' if renamed else ''}\n")
 
+    def take_defaults(self, path: Path) -> dict[str, Any]:
+        """Make a recipe's settings the defaults of their options, and return them.
+
+        Raises:
+            ValueError: an option does not exist, or has other choices.
+        """
+        settings = {name: value for name, value in read_recipe(path).items() if value is not None}
+        actions = {"output" if action.dest == "output_dir" else action.dest: action for action in self._actions[::-1]}
+        for name, value in settings.items():
+            if name not in actions:
+                renamed = RENAMED.get(name)
+                closest = difflib.get_close_matches(str(name), actions, n=1, cutoff=0.0)[0]
+                reason = f"is --{renamed} now" if renamed else f"does not exist; the closest name is {closest!r}"
+                raise ValueError(f"{path} sets {name!r}, which {reason}")
+            self._check_value(actions[name], value)
+            # As typed on the command line, so that the option's type reads it.
+            one = [value] if actions[name].nargs == "*" else str(value)
+            actions[name].default = value if isinstance(value, dict | list) else one
+        return settings
+
     def hide_unused(self):
         """Hide in --help the options of transformers that no committed recipe sets."""
         used = {name for path in recipes_folder().glob("*.yaml") for name in read_recipe(path)}
@@ -147,23 +167,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return settings
 
 
-def recipe_options(path: Path, parser: RecipeParser) -> list[str]:
-    """A recipe as command-line options, so that the same parser reads its values."""
-    known = {action.dest for action in parser._actions} | {"output"}
-    options = []
-    for name, value in read_recipe(path).items():
-        if name not in known:
-            renamed = RENAMED.get(name)
-            closest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
-            reason = f"is --{renamed} now" if renamed else f"does not exist; the closest name is {closest!r}"
-            raise ValueError(f"{path} sets {name!r}, which {reason}")
-        if isinstance(value, dict):
-            options += [f"--{name}", json.dumps(value)]
-        elif value is not None and value != []:
-            options += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return options
-
-
 def parse_arguments(
     argv: list[str] | None = None, description: str | None = None, scratch: Path | None = None
 ) -> Arguments:
@@ -182,12 +185,10 @@ def parse_arguments(
         parser.hide_unused()
     try:
         given = parser.parse_args([argument for argument in argv if argument not in ("-h", "--help")] or argv)
-        read = parser.parse_args([str(given.recipe), *recipe_options(given.recipe, parser)])
-        if asks_for_help:
-            parser.set_defaults(**vars(read))
-        values = vars(parser.parse_args(argv, namespace=read))
+        recipe = parser.take_defaults(given.recipe)
+        values = vars(parser.parse_args(argv))
         typed = {argument.partition("=")[0].replace("-", "_")[2:] for argument in argv if argument.startswith("--")}
-        named = typed | read_recipe(given.recipe).keys()
+        named = typed | recipe.keys()
         _check(values, named, typed)
         named -= _forget(values, typed)
         names = (*CONFIG, *(entry.name for group in GROUPS for entry in dataclasses.fields(group)))
@@ -201,7 +202,7 @@ def parse_arguments(
             shrink(values, scratch)
         _choose(values, named)
         model, data, regularization, training = parser.parse_dict(values, allow_extra_keys=True)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, argparse.ArgumentError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     config = {name: values[name] for name in CONFIG if name in values}
     return Arguments(model, data, regularization, training, config, settings)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 
 from ..command_line import option
 from ..transfo_xl.masks_transfo_xl import DOCUMENT_KEYWORDS, packed_starts
@@ -76,7 +75,7 @@ class LockedDropout(nn.Dropout1d):
 
 
 def regularize(model: nn.Module, arguments: RegularizationArguments) -> "Regularizer":
-    """Regularise a model in place, in training mode only; `Regularizer.remove` undoes it.
+    """Regularise a model in place, in training mode only.
 
     Memory holds the inputs of the layers: for the first layer, embeddings with the dropout of the call that read them.
 
@@ -90,7 +89,7 @@ def regularize(model: nn.Module, arguments: RegularizationArguments) -> "Regular
 
 
 class Regularizer:
-    """Result of `regularize`: computes the penalty to add to the loss, and can undo the change of the model."""
+    """Result of `regularize`: computes the penalty to add to the loss."""
 
     def __init__(self, model: nn.Module, arguments: RegularizationArguments):
         transformer = next((module for module in model.modules() if isinstance(module, TransfoXLModel)), None)
@@ -98,8 +97,6 @@ class Regularizer:
             raise ValueError(f"there is no Transformer-XL in the {type(model).__name__} that is to be regularised")
         self.arguments = arguments
         self._transformer = transformer
-        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
-        self._hooks: list[RemovableHandle] = []
         # Locked dropouts, with the width of the mask of each of their calls in a forward; and 1 - p of each channel.
         self._locked: list[tuple[LockedDropout, tuple[int, ...]]] = []
         self._kept = torch.empty(0)
@@ -114,15 +111,15 @@ class Regularizer:
         self._lock(transformer, "output_dropout", arguments.output_dropout, width)
         if self._locked:
             self._kept = torch.cat([torch.full((sum(widths),), 1 - lock.p) for lock, widths in self._locked])
-            self._hooks.append(transformer.input_dropout.register_forward_pre_hook(self._draw_masks))
+            transformer.input_dropout.register_forward_pre_hook(self._draw_masks)
         if arguments.word_dropout:
             if transformer.config.vocab_size == 0:
                 raise ValueError("word_dropout drops words, but vocab_size=0 means that there are none: set it to 0")
-            self._hooks.append(transformer.register_forward_pre_hook(self._see_what_begins, with_kwargs=True))
-            self._hooks.append(transformer.embed_tokens.register_forward_hook(self._drop_words))
+            transformer.register_forward_pre_hook(self._see_what_begins, with_kwargs=True)
+            transformer.embed_tokens.register_forward_hook(self._drop_words)
         if arguments.ar or arguments.tar:
-            self._hooks.append(transformer.output_dropout.register_forward_hook(self._keep_outputs))
-        if self._hooks:
+            transformer.output_dropout.register_forward_hook(self._keep_outputs)
+        if any(vars(arguments).values()):
             # Code compiled before, for this model or another, would run without a check for hooks.
             torch.compiler.reset()
 
@@ -155,23 +152,13 @@ class Regularizer:
         steps = _mean((raw[:, 1:] - raw[:, :-1]).square().mean(-1), counted[:, 1:] * counted[:, :-1] * goes_on[:, 1:])
         return self.arguments.ar * _mean(dropped.square().mean(-1), counted) + self.arguments.tar * steps
 
-    def remove(self):
-        """Restore the model as it was before."""
-        for parent, name, module in self._replaced:
-            setattr(parent, name, module.train(parent.training))
-        for hook in self._hooks:
-            hook.remove()
-        self._replaced, self._hooks, self._outputs, self._begins = [], [], None, None
-
     def __getstate__(self) -> dict[str, Any]:
         """The state without the last outputs, because tensors with a graph cannot be copied."""
         return self.__dict__ | {"_outputs": None, "_begins": None}
 
     def _lock(self, parent: nn.Module, name: str, rate: float, *widths: int):
         if rate:
-            plain = getattr(parent, name)
-            self._replaced.append((parent, name, plain))
-            lock = LockedDropout(rate).train(plain.training)
+            lock = LockedDropout(rate).train(getattr(parent, name).training)
             setattr(parent, name, lock)
             self._locked.append((lock, widths))
 

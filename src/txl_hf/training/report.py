@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import yaml
+from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_utils import SaveStrategy
@@ -23,9 +23,6 @@ from ..files import disk_errors, name_of, whole_file, write_text
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import DataArguments
 from .recipe import RECIPE, read_recipe
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of the backend.
 
 LOG, PLOT = "log.jsonl", "training.png"
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
@@ -190,7 +187,8 @@ def score(
 
 def plot(log: list[dict[str, float]], path: Path, metric: str):
     """Plot training and validation against the number of trained tokens."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     for name, key, marker in (("training", metric, ""), ("validation", f"validation_{metric}", ".")):
         points = [(line["tokens"], line[key]) for line in log if key in line]
         if points:
@@ -203,4 +201,3 @@ def plot(log: list[dict[str, float]], path: Path, metric: str):
     axes.legend()
     with whole_file(path) as aside:
         figure.savefig(aside, dpi=150)
-    plt.close(figure)

@@ -5,10 +5,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -30,59 +28,31 @@ from transformers.utils import logging
 from ..data.streams import check_loader, describe_stream
 from ..data.text_stream import TextStream
 from ..evaluation.cards import METRICS
-from ..evaluation.language_model import LanguageModelEvaluation, figures
+from ..evaluation.language_model import figures
 from ..files import disk_errors
+from ..kernels.steps import CapturedSteps, Forward, compile_layers, uncompiled
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
 from ..transfo_xl.masks_transfo_xl import without_padding
-from ..transfo_xl.memory_transfo_xl import cloned_states, latest_states, mask_overflow, memory_of, real_states
+from ..transfo_xl.memory_transfo_xl import cloned_states, latest_states, mask_overflow, memory_of
 from .arguments import FIXED, TransfoXLTrainingArguments
 from .callbacks import MemoryLength, ScaledByLength
 from .cards import complete_push, create_model_card
 from .checkpoints import (
-    AVERAGE_NAME,
     UNFINISHED_PREFIX,
     begin_run,
-    check_settings,
     checkpoint_problem,
     data_only,
     finish_checkpoint,
     last_checkpoint,
-    load_average,
-    load_mems,
-    read_position,
     remove_old_checkpoints,
-    save_mems,
 )
+from .memory import StreamMemory, check_settings, read_position
 from .optimizers import Averaging, make_optimizer
 from .regularization import RegularizationArguments, Regularizer, regularize
-from .steps import CapturedSteps, Forward, compile_layers, should_capture_steps, should_compile_layers, uncompiled
+from .steps import should_capture_steps, should_compile_layers
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class _Memory:
-    """The mems of each micro-batch of a step, and their position in the text.
-
-    Args:
-        memories: for each micro-batch `mems` and `mems_mask` of its rows on this process, neither at the beginning of
-            the text.
-        micro_batch: index of the next micro-batch.
-        epoch: the epoch that is read.
-        step: number of steps of the epoch that were read.
-    """
-
-    memories: list[dict[str, Any]] = field(default_factory=lambda: [{}])
-    micro_batch: int = 0
-    epoch: int = 0
-    step: int = 0
-
-    def replace(self, memory: dict[str, Any]):
-        """Store the memory of the current micro-batch and advance to the next one."""
-        self.memories[self.micro_batch] = memory
-        self.micro_batch = (self.micro_batch + 1) % len(self.memories)
-        self.step += self.micro_batch == 0
 
 
 class _WholeSteps(JITCheckpointCallback):
@@ -102,22 +72,10 @@ class _WholeSteps(JITCheckpointCallback):
 
 
 class _Events(TrainerCallback):
-    """Calls methods of a trainer at the events that Trainer has no method for."""
+    """Events that Trainer has no method for, with the functions that they call."""
 
-    def __init__(self, trainer: "TransfoXLTrainer"):
-        self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.begin_training()
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        self.trainer.begin_epoch()
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.trainer.end_training()
-
-    def on_push_begin(self, args, state, control, **kwargs):
-        self.trainer.begin_push()
+    def __init__(self, **functions: Callable[..., None]):
+        self.__dict__.update(functions)
 
 
 class TransfoXLTrainer(Trainer):
@@ -195,13 +153,13 @@ class TransfoXLTrainer(Trainer):
         if self.args.label_names is None:
             self.label_names = ["shift_labels"]
         self.memory_length: int | None = None
-        self._memory = _Memory()
+        self._memory = StreamMemory()
         # Nats and targets of an evaluation's steps on this process, on the device.
         self._sums: list[tuple[Tensor, Tensor]] = []
         self._captured: CapturedSteps | None = None
         self._compiled = False
-        # Whether the last losses were of labels other than the text's next tokens.
-        self._classifies = False
+        # Whether labels are the text's next tokens, and not a classifier's.
+        self._predicts_text = any(hasattr(module, "lm_head") for module in self.model.modules())
         self._resumed_from: Path | None = None
         self._run: str | None = None
         # The optimizer's settings by group, if this trainer made the optimizer.
@@ -212,7 +170,8 @@ class TransfoXLTrainer(Trainer):
 
     def _add_callbacks(self):
         args = self.args
-        self.add_callback(_Events(self))
+        events = {"on_train_begin": self._begin_training, "on_epoch_begin": self._begin_epoch}
+        self.add_callback(_Events(**events, on_push_begin=self._begin_push))
         if (theirs := self.pop_callback(JITCheckpointCallback)) is not None:
             whole_steps = _WholeSteps()
             whole_steps.trainer, whole_steps.jit_manager = self, theirs.jit_manager
@@ -257,8 +216,8 @@ class TransfoXLTrainer(Trainer):
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(
-                    f"{self.args.output_dir} holds no complete checkpoint of TransfoXLTrainer: train without "
-                    "resume_from_checkpoint"
+                    f"{self.args.output_dir} holds no complete checkpoint of TransfoXLTrainer (warnings name others): "
+                    "train without resume_from_checkpoint, in another folder"
                 )
         elif resume_from_checkpoint and (problem := checkpoint_problem(Path(resume_from_checkpoint))):
             raise ValueError(
@@ -288,7 +247,7 @@ class TransfoXLTrainer(Trainer):
             with data_only():
                 return super().train(str(self._resumed_from), *args, **kwargs)
         finally:
-            self._memory, self._resumed_from, self._captured = _Memory(), None, None
+            self._memory, self._resumed_from, self._captured = StreamMemory(), None, None
 
     # --- data --------------------------------------------------------------------------------------------------------
 
@@ -298,40 +257,31 @@ class TransfoXLTrainer(Trainer):
         return loader
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
-        return self._checked(super().get_eval_dataloader(self._apart(dataset)), dataset, "eval_dataset")
-
-    def get_test_dataloader(self, test_dataset) -> DataLoader:
-        return self._checked(super().get_test_dataloader(self._apart(test_dataset)), test_dataset, "test_dataset")
-
-    def _apart(self, dataset):
-        """A data set to evaluate; of the training's, a copy at the first epoch, because reading it moves it."""
-        return copy.copy(dataset) if dataset is not None and dataset is self.train_dataset else dataset
-
-    def _checked(self, loader: DataLoader, dataset, name: str) -> DataLoader:
-        """A loader of an evaluation, whose text must have an end; a warning counts the tokens that it leaves out."""
-        self._check_loader(loader, dataset, name)
-        if isinstance(dataset, TextStream) and dataset.epochs is None:
-            raise ValueError(f"{name} is a TextStream with epochs=None, which never ends: make it with epochs=1")
-        if left_out := getattr(dataset, "dropped_tokens", 0):
-            logger.warning_once(
-                f"{name} leaves out {left_out:,} tokens at the end of its text, which the figures are not of: make it "
-                "with keep_remainder=True"
-            )
+        dataset = self._evaluated(eval_dataset)
+        loader = super().get_eval_dataloader(dataset)
+        self._check_loader(loader, dataset, "eval_dataset")
         return loader
 
+    def get_test_dataloader(self, test_dataset) -> DataLoader:
+        dataset = self._evaluated(test_dataset)
+        loader = super().get_test_dataloader(dataset)
+        self._check_loader(loader, dataset, "test_dataset")
+        return loader
+
+    def _evaluated(self, dataset):
+        """The data set of an evaluation; of the training's, a copy at the first epoch, because reading it moves it."""
+        dataset = self.eval_dataset if dataset is None else dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        return copy.copy(dataset) if dataset is not None and dataset is self.train_dataset else dataset
+
     def _check_loader(self, loader: DataLoader, dataset, name: str, accumulation_steps: int = 1):
+        """Raise a ValueError for a data set, or its loader, with which memory would not go on, or an evaluation would
+        not end; a warning counts the tokens that an evaluation leaves out."""
         if not isinstance(getattr(dataset, "batch_size", None), int):
             raise ValueError(
                 f"{name} is a {type(dataset).__name__} without batch_size, so that nothing says which items continue "
                 "which: give a TokenStream of the tokens, or use Trainer to train without memory"
-            )
-        if isinstance(dataset, TextStream) and len(dataset.rows) < dataset.batch_size:
-            raise ValueError(
-                f"{name} is a TextStream of {len(dataset.rows)} of its {dataset.batch_size} rows, the share of one "
-                "process: make it without num_processes and process_index, its rows are handed out here"
             )
         config, ext_len = self.model.config, getattr(dataset, "ext_len", None)
         if getattr(dataset, "document_end", None) is not None:
@@ -341,23 +291,25 @@ class TransfoXLTrainer(Trainer):
                 f"{name} reads ext_len={ext_len} tokens again, but the model keeps {config.ext_len} out of memory: "
                 f"make the stream with ext_len={config.ext_len}, or set ext_len in the model's configuration"
             )
+        layout = {"num_processes": self.args.world_size, "process_index": self.args.process_index}
         try:
-            check_loader(
-                loader,
-                num_processes=self.args.world_size,
-                process_index=self.args.process_index,
-                accumulation_steps=accumulation_steps,
-                batch_size=dataset.batch_size,
-            )
+            check_loader(loader, **layout, accumulation_steps=accumulation_steps, batch_size=dataset.batch_size)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+        if name != "train_dataset" and getattr(dataset, "epochs", 1) is None:
+            raise ValueError(f"{name} is a TextStream with epochs=None, which never ends: make it with epochs=1")
+        if name != "train_dataset" and (left_out := getattr(dataset, "dropped_tokens", 0)):
+            logger.warning_once(
+                f"{name} leaves out {left_out:,} tokens at the end of its text, which the figures are not of: make it "
+                "with keep_remainder=True"
+            )
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
         """As in `Trainer`, except that a training resumes where its memory is from, however long its epochs were."""
         epoch, batches = super()._init_training_state(*args, **kwargs)
-        self._memory = self._empty_memory(epoch)
+        self._memory = StreamMemory([{} for _ in range(self.args.gradient_accumulation_steps)], epoch)
         if self._resumed_from is not None:
             best = self._resumed_from.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
             if self.state.best_model_checkpoint is None and best.is_dir():
@@ -369,13 +321,14 @@ class TransfoXLTrainer(Trainer):
         self._goes_on = True
         return epoch, batches
 
-    def begin_training(self):
+    def _begin_training(self, *event, **kwargs):
         """Called after the model, its optimizer and a checkpoint are loaded, before the first step."""
         past = [logs["tokens"] for logs in self.state.log_history if "loss" in logs and "tokens" in logs]
         self._tokens, self._tokens_logged, self._counted_since = 0, past[-1] if past else 0, time.perf_counter()
         if self._resumed_from is not None:
             self._set_optimizer()
-            self._load_average(self._resumed_from)
+            if self._averaging is not None:
+                self._averaging.load(self._resumed_from, self.model)
         self._captured = self._make_captured()
         if self._compiled or self._captured is not None:
             logger.info(
@@ -384,16 +337,6 @@ class TransfoXLTrainer(Trainer):
             )
         if self.args.should_save and self.args.save_strategy != SaveStrategy.NO:
             self._run = begin_run(Path(self.args.output_dir), self._resumed_from)
-
-    def end_training(self):
-        """Called after Trainer has loaded the weights of the best checkpoint, if it does: they have their average."""
-        best = self.state.best_model_checkpoint
-        if self.args.load_best_model_at_end and best is not None:
-            self._load_average(Path(best))
-
-    def _load_average(self, checkpoint: Path):
-        if self._averaging is not None and (checkpoint / AVERAGE_NAME).is_file():
-            self._averaging.load_state_dict(load_average(checkpoint), self.model)
 
     def _set_optimizer(self):
         """Set the current settings, because an optimizer and its schedule load those of their checkpoint."""
@@ -415,10 +358,10 @@ class TransfoXLTrainer(Trainer):
         dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
         return CapturedSteps(Forward(self.model, nullcontext, self._regularizer), dtype=dtype)
 
-    def begin_epoch(self):
+    def _begin_epoch(self, *event, **kwargs):
         """An epoch begins at the beginning of the text, except one that is resumed."""
         if not self._goes_on and self._memory.step > 0:
-            self._memory = self._empty_memory(self._memory.epoch + 1)
+            self._memory = self._memory.next_epoch()
         self._goes_on = False
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
@@ -435,9 +378,6 @@ class TransfoXLTrainer(Trainer):
             ]
         return optimizer
 
-    def _empty_memory(self, epoch: int) -> _Memory:
-        return _Memory([{} for _ in range(self.args.gradient_accumulation_steps)], epoch=epoch)
-
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """As in `Trainer`, with a count of the targets of `shift_labels`, which `Trainer` does not know."""
         self._memory.micro_batch = 0
@@ -445,72 +385,65 @@ class TransfoXLTrainer(Trainer):
             # Trainer takes one more step when it resumes a finished run.
             self.control.should_training_stop = True
             return [], None
-        batches = list(islice(epoch_iterator, num_batches))
+        batches, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches and self._memory.step > 0:
             # A text without a length has ended.
-            self._memory = self._empty_memory(self._memory.epoch + 1)
-        for batch in batches:
-            if (labels := batch.get("shift_labels")) is not None:
+            self._memory = self._memory.next_epoch()
+        if batches and batches[0].get("shift_labels") is not None:
+            for batch in batches:
+                labels = batch["shift_labels"]
                 # The labels in the batch itself are changed, so that the model counts the same.
                 batch["shift_labels"] = without_padding(labels, batch.get("attention_mask"), labels.shape[1])
-        if batches and batches[0].get("shift_labels") is not None:
             targets = sum((batch["shift_labels"] != -100).sum() for batch in batches).to(device)
             targets = self.accelerator.gather(targets).sum() if self.args.world_size > 1 else targets
-        else:
-            targets = self._get_num_items_in_batch(batches, device)
         self._tokens = self._tokens + (0 if targets is None else targets)
         # Where the number of targets is None, Trainer takes the mean of the micro-batches' means.
         return batches, None if targets is None else targets.clamp(min=1)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in `Trainer`, with the memory of these rows, which is replaced by the one that the call returns."""
-        own = self.compute_loss_func
         # `mem_len` may be shorter than this memory, after a callback or in a resumed training.
-        memory = latest_states(self._memory.memories[self._memory.micro_batch], self.model.config.mem_len)
+        memory = latest_states(self._memory.current, self.model.config.mem_len)
         if self._is_captured(model, inputs) and num_items_in_batch is not None:
             nll, penalty, memory = self._captured(inputs, memory)
             self._memory.replace(self._carried(memory))
             return nll / num_items_in_batch + self._share_of(penalty)
-        labels = inputs.get("shift_labels", inputs.get("labels"))
-        if not model.training and own is None:
+        own = {}
+        if self.compute_loss_func is not None and "shift_labels" in inputs:
+            # Trainer takes `labels` out of the inputs for the function.
+            own["labels"] = inputs["shift_labels"]
+        elif self.compute_loss_func is None and not model.training:
             # The loss of an evaluation's batch is the mean over its own labels; `_count` adds up the whole.
             num_items_in_batch = None
-        given = {name: value for name, value in inputs.items() if own is None or name != "labels"}
-        if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
-            given["num_items_in_batch"] = num_items_in_batch
-        outputs = self._read(model, given, memory)
-        if own is not None:
-            loss = own(outputs, labels, num_items_in_batch=num_items_in_batch)
-        elif (loss := outputs.get("loss")) is None:
-            raise ValueError(f"the model returned no loss, only {', '.join(outputs)}: items have {', '.join(inputs)}")
-        if num_items_in_batch is not None and (own is not None or self.model_accepts_loss_kwargs):
-            # The factor undoes the mean of gradients over the processes.
-            loss = loss * self.accelerator.num_processes
-        self._memory.replace(self._carried(memory_of(outputs, self.args.torch_compile)))
+        losses, parts = [], self._segments(inputs, num_items_in_batch) if model.training else [inputs]
+        for number, part in enumerate(parts, start=1):
+            through = {} if len(parts) == 1 else {"detach_mems": False}
+            loss, outputs = super().compute_loss(model, {**part, **own, **memory, **through}, True, num_items_in_batch)
+            losses.append(loss)
+            memory = self._carried(memory_of(outputs, self.args.torch_compile), detach=number == len(parts))
+        self._memory.replace(memory)
+        loss = sum(losses[1:], start=losses[0])
         if self._regularizer is not None and model.training:
             loss = loss + self._share_of(self._regularizer.penalty(inputs.get("shift_labels"), inputs.get("resets")))
-        self._count(inputs, outputs, training=model.training)
+        if not model.training:
+            self._count(inputs, outputs)
         return (loss, outputs) if return_outputs else loss
 
-    def _read(self, model, given: dict[str, Any], memory: dict[str, Any]):
-        """The outputs of a call, or in training those of the last of `backprop_segments` calls, with the loss of all:
-        each call takes the memory of the one before, with its graph."""
-        segments = self.args.backprop_segments if model.training else 1
+    def _segments(self, inputs: dict[str, Any], num_items_in_batch: Tensor | None) -> list[dict[str, Any]]:
+        """The items of a step as `backprop_segments` parts: each call takes the memory of the one before, with its
+        graph, and their losses add up."""
+        segments = self.args.backprop_segments
         if segments == 1:
-            return model(**given, **memory)
-        if missing := {"shift_labels", "num_items_in_batch"} - given.keys():
+            return [inputs]
+        divides = num_items_in_batch is not None and self.model_accepts_loss_kwargs
+        given = {"shift_labels": "shift_labels" in inputs, "num_items_in_batch": divides}
+        if missing := [name for name, is_given in given.items() if not is_given]:
             raise ValueError(
                 f"backprop_segments={segments} cuts items with input_ids and shift_labels, and adds up losses that "
-                f"num_items_in_batch divides, but a call has no {' and no '.join(sorted(missing))}: set it to 1"
+                f"num_items_in_batch divides, but a call has no {' and no '.join(missing)}: set it to 1"
             )
-        parts = {name: value.chunk(segments, dim=1) for name, value in given.items() if value.dim() > 1}
-        losses = []
-        for part in zip(*parts.values(), strict=True):
-            outputs = model(**{**given, **dict(zip(parts, part, strict=True))}, **memory, detach_mems=False)
-            losses.append(outputs["loss"])
-            memory = self._carried(memory_of(outputs, self.args.torch_compile), detach=False)
-        outputs["loss"] = torch.stack(losses).sum()
-        return outputs
+        parts = {name: value.chunk(segments, dim=1) for name, value in inputs.items() if value.dim() > 1}
+        return [{**inputs, **dict(zip(parts, part, strict=True))} for part in zip(*parts.values(), strict=True)]
 
     def _is_captured(self, model, inputs: dict[str, Any]) -> bool:
         """Whether a call is captured: only after the memory has its full length, because until then shapes change."""
@@ -523,24 +456,20 @@ class TransfoXLTrainer(Trainer):
         penalty = penalty / self.current_gradient_accumulation_steps
         return penalty - penalty.detach()
 
-    def _count(self, inputs: dict[str, Any], outputs, training: bool):
-        """Add up the losses of an evaluation, and record whether they are a classifier's."""
-        if (losses := outputs.get("losses")) is not None:
-            targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"]
-            # The losses of a language model are of the labels after the first, so they are fewer than the labels.
-            self._classifies = "shift_labels" not in inputs and losses.shape == targets.shape
-            if not training:
-                nll, length = losses.detach().sum(), targets.shape[1]
-                targets = targets[:, length - losses.shape[1] :]
-                if not self._classifies:
-                    targets = without_padding(targets, inputs.get("attention_mask"), length)
-                self._sums.append((nll, (targets != -100).sum()))
-        elif (labels := inputs.get("labels")) is not None:
+    def _count(self, inputs: dict[str, Any], outputs):
+        """Add up the losses of an evaluation's batch, and their targets."""
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if labels is None:
+            return
+        if (losses := outputs.get("losses")) is None:
             # A classifier of whole sequences, of which most segments may have no label.
-            self._classifies = True
-            if not training:
-                count = (labels != -100).sum()
-                self._sums.append((outputs["loss"].detach() * count, count))
+            targets, nll = labels, outputs["loss"].detach() * (labels != -100).sum()
+        else:
+            # The losses of a language model are of the labels after the first, so they are fewer than the labels.
+            targets, nll = labels[:, labels.shape[1] - losses.shape[1] :], losses.detach().sum()
+            if self._predicts_text:
+                targets = without_padding(targets, inputs.get("attention_mask"), labels.shape[1])
+        self._sums.append((nll, (targets != -100).sum()))
 
     def _carried(self, memory: dict[str, Any], detach: bool = True) -> dict[str, Any]:
         """The memory for the next call."""
@@ -575,7 +504,7 @@ class TransfoXLTrainer(Trainer):
 
     def _figures(self, loss: float) -> dict[str, float]:
         """Other units of a loss (perplexity, bits per token), if it is the negative log-likelihood of a text."""
-        return {} if self._classifies else figures(loss)
+        return figures(loss) if self._predicts_text else {}
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
@@ -592,18 +521,16 @@ class TransfoXLTrainer(Trainer):
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         """As in `Trainer`, of the average of the weights where one is kept; `eval_dataset` may be a function."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
+        dataset = self._evaluated(eval_dataset)
         with self.averaged(), uncompiled() if self._compiled else nullcontext():
             if not callable(dataset):
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             start = time.perf_counter()
             with self._uncounted():
                 model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-                self.evaluation: LanguageModelEvaluation = dataset(model, accelerator=self.accelerator)
-            found, seconds = self.evaluation, time.perf_counter() - start
-            metrics = {"loss": found.nll, **figures(found.nll), "tokens": found.tokens, "runtime": seconds}
+                found = dataset(model, accelerator=self.accelerator)
+            metrics = {"loss": found.nll, **figures(found.nll), "tokens": found.tokens}
+            metrics["runtime"] = time.perf_counter() - start
             metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -612,7 +539,7 @@ class TransfoXLTrainer(Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
-        training, self._memory, self._sums = self._memory, _Memory(), []
+        training, self._memory, self._sums = self._memory, StreamMemory(), []
         start = time.perf_counter()
         try:
             with self._uncounted():
@@ -692,7 +619,7 @@ class TransfoXLTrainer(Trainer):
             if not args.save_only_model:
                 self._save_memory(written)
                 if self._averaging is not None and args.should_save:
-                    torch.save(self._averaging.state_dict(), written / AVERAGE_NAME)
+                    self._averaging.save(written)
             if self.state.best_model_checkpoint == str(written):
                 self.state.best_model_checkpoint = str(final)
             self.accelerator.wait_for_everyone()
@@ -709,7 +636,7 @@ class TransfoXLTrainer(Trainer):
                 remove_old_checkpoints(run, args.save_total_limit, keep=[final, self.state.best_model_checkpoint])
             self.accelerator.wait_for_everyone()
 
-    def begin_push(self):
+    def _begin_push(self, *event, **kwargs):
         """Called before files are copied to the output directory and pushed."""
         if self.is_world_process_zero() and (model := self._model_of_card()) is not None:
             complete_push(self, model)
@@ -720,46 +647,25 @@ class TransfoXLTrainer(Trainer):
         return settings | {"optimizer": self.args.optimizer, "average": self.args.average}
 
     def _save_memory(self, folder: Path):
-        memory, dataset = self._memory, self.train_dataset
+        memory, dataset, position = self._memory, self.train_dataset, self._settings()
         ended = not isinstance(dataset, IterableDataset) and memory.step == len(dataset) // dataset.batch_size
         if ended or self.control.should_epoch_stop:
-            memory = self._empty_memory(memory.epoch + 1)
-        layers, mask, memories = [], None, memory.memories
-        position: dict[str, Any] = {"epoch": memory.epoch, "step": memory.step}
-        # At the end of an epoch there is no memory to save.
-        if memory.step > 0 and memories[0]:
-            layers = [self._gather(states) for states in zip(*(memory["mems"] for memory in memories), strict=True)]
-            mask = self._gather([real_states(**memory).byte() for memory in memories]).bool()
-        if isinstance(dataset, TextStream) and memory.step > 0:
+            memory = memory.next_epoch()
+        elif isinstance(dataset, TextStream) and memory.step > 0:
             position["read"] = dataset.documents_read
-        if self.args.should_save:
-            save_mems(folder, layers, mask, position | self._settings())
+        memory.save(folder, self.accelerator, position, writes=self.args.should_save)
 
-    def _gather(self, parts: Iterable[Tensor]) -> Tensor:
-        """Tensors of the micro-batches of all processes, joined in the order of the streams."""
-        return torch.cat([self.accelerator.gather(part.contiguous()) for part in parts]).cpu()
-
-    def _load_memory(self, folder: Path) -> _Memory:
-        """The memory of the rows of this process, from a checkpoint."""
-        saved, _ = read_position(folder)
-        if isinstance(self.train_dataset, TextStream) and "read" in saved:
-            self.train_dataset.expect(saved["read"])
-        micro_batches, processes = self.args.gradient_accumulation_steps, self.args.world_size
-        rows = self.train_dataset.batch_size // (micro_batches * processes)
-        starts = [(a * processes + self.args.process_index) * rows for a in range(micro_batches)]
-        memories = load_mems(folder, starts, rows, self.args.device)
-        return _Memory(memories, epoch=saved["epoch"], step=saved["step"])
+    def _load_memory(self, folder: Path) -> StreamMemory:
+        position, _ = read_position(folder)
+        if isinstance(self.train_dataset, TextStream) and "read" in position:
+            self.train_dataset.expect(position["read"])
+        steps = self.args.gradient_accumulation_steps
+        return StreamMemory.load(folder, self.accelerator, steps, self.train_dataset.batch_size)
 
 
 def check_special_tokens(config: TransfoXLConfig, tokenizer):
-    """Check that a model has the special tokens of a tokenizer, which `Trainer.train` writes into its configuration.
-
-    Args:
-        config: the model's.
-        tokenizer: the `processing_class` of a Trainer, which may be a processor that has one.
-
-    Raises:
-        ValueError: a token is outside the vocabulary, so that the model could be trained and not saved.
+    """Raise a ValueError for a special token of a tokenizer, or of a processor's, that is outside a model's
+    vocabulary: `Trainer.train` writes it into the configuration, so that the model could be trained and not saved.
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     for name in ("bos_token", "eos_token", "pad_token"):

@@ -1,0 +1,122 @@
+"""The memory of every stream between the steps of a training, with its place in the text, and the file of both."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..transfo_xl.memory_transfo_xl import real_states
+
+# File of a checkpoint. In it, layers are named by their numbers, and the mask of the states is `MASK`.
+MEMS_NAME, MASK = "mems.safetensors", "mask"
+
+
+@dataclass
+class StreamMemory:
+    """The mems of each micro-batch of a step, and their position in the text.
+
+    Attributes:
+        memories: for each micro-batch `mems` and `mems_mask` of its rows on this process, neither at the beginning of
+            the text.
+        epoch: the epoch that is read.
+        step: number of steps of the epoch that were read.
+        micro_batch: index of the next micro-batch.
+    """
+
+    memories: list[dict[str, Any]] = field(default_factory=lambda: [{}])
+    epoch: int = 0
+    step: int = 0
+    micro_batch: int = 0
+
+    @property
+    def current(self) -> dict[str, Any]:
+        return self.memories[self.micro_batch]
+
+    def replace(self, memory: dict[str, Any]):
+        """Store the memory of the current micro-batch and advance to the next one."""
+        self.memories[self.micro_batch] = memory
+        self.micro_batch = (self.micro_batch + 1) % len(self.memories)
+        self.step += self.micro_batch == 0
+
+    def next_epoch(self) -> "StreamMemory":
+        """No memory, at the beginning of the next epoch."""
+        return StreamMemory([{} for _ in self.memories], self.epoch + 1)
+
+    def save(self, folder: Path, accelerator: Accelerator, position: dict[str, Any], writes: bool):
+        """Write the memory of all streams, (G, m, D) for each layer with row g of stream g; at the beginning of the
+        text no layer. All processes must call this.
+
+        Args:
+            position: more of the position, and the settings for `check_settings`.
+            writes: whether this process writes the file.
+        """
+        tensors = {}
+        if self.step > 0 and self.memories[0]:
+            for layer, parts in enumerate(zip(*(memory["mems"] for memory in self.memories), strict=True)):
+                tensors[str(layer)] = _gathered(parts, accelerator)
+            mask = _gathered([real_states(**memory).byte() for memory in self.memories], accelerator).bool()
+            tensors |= {} if mask.all() else {MASK: mask}
+        if writes:
+            position = {"epoch": self.epoch, "step": self.step, **position}
+            save_file(tensors, folder / MEMS_NAME, metadata={"position": json.dumps(position)})
+
+    @classmethod
+    def load(cls, folder: Path, accelerator: Accelerator, micro_batches: int, streams: int) -> "StreamMemory":
+        """The memory of the rows of this process, from a checkpoint.
+
+        Args:
+            micro_batches: A of a step. streams: G; micro-batch a has the rows [aG/A, (a + 1)G/A) of all processes.
+        """
+        position, layers = read_position(folder)
+        rows = streams // (micro_batches * accelerator.num_processes)
+        starts = [(a * accelerator.num_processes + accelerator.process_index) * rows for a in range(micro_batches)]
+        memories: list[dict[str, Any]] = [{} for _ in starts]
+        with safe_open(folder / MEMS_NAME, "pt") as file:
+            if layers > 0:
+                slices = [file.get_slice(str(layer)) for layer in range(layers)]
+                mask = file.get_tensor(MASK) if MASK in file.keys() else None
+                for memory, start in zip(memories, starts, strict=True):
+                    own = slice(start, start + rows)
+                    memory["mems"] = tuple(states[own].to(accelerator.device) for states in slices)
+                    memory["mems_mask"] = None if mask is None else mask[own].to(accelerator.device)
+        return cls(memories, position["epoch"], position["step"])
+
+
+def _gathered(parts: Iterable[Tensor], accelerator: Accelerator) -> Tensor:
+    """Tensors of the micro-batches of all processes, joined in the order of the streams."""
+    return torch.cat([accelerator.gather(part.contiguous()) for part in parts]).cpu()
+
+
+def read_position(folder: Path) -> tuple[dict[str, Any], int]:
+    """The position of a training when it wrote its memory, and the number of layers in that memory.
+
+    Raises:
+        ValueError: the file was not written by `StreamMemory.save`.
+    """
+    with safe_open(folder / MEMS_NAME, "pt") as file:
+        position = json.loads((file.metadata() or {}).get("position", "null"))
+        names = set(file.keys()) - {MASK}
+        if not isinstance(position, dict) or {str(layer) for layer in range(len(names))} != names:
+            raise ValueError(f"it is damaged ({MEMS_NAME} says no position, or holds other tensors than layers)")
+    return position, len(names)
+
+
+def check_settings(folder: Path, settings: dict[str, Any]):
+    """Raise a ValueError where a checkpoint is of another text, layout, model or optimizer."""
+    saved, _ = read_position(folder)
+    # A position is where the training goes on; what was read is compared when it is read again.
+    names = {*saved, *settings} - {"epoch", "step", "read"}
+    differing = sorted(name for name in names if saved.get(name) != settings.get(name))
+    if differing:
+        then, now = ({name: each.get(name) for name in differing} for each in (saved, settings))
+        raise ValueError(
+            f"{folder} is of a training with {then}, but this one has {now}: resume with the same text, batch size, "
+            "lengths, seed, model and optimizer"
+        )
