@@ -1,5 +1,6 @@
 """The tokenizer: equal to the legacy one, safe with its pickles, the same after saving, at home in transformers."""
 
+import hashlib
 import json
 import pickle
 import shutil
@@ -13,7 +14,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, TextStreamer, pipeline
 from transformers.utils import logging
 
@@ -26,6 +27,7 @@ from txl_hf import (
     TransfoXLTokenizer,
 )
 from txl_hf.data.texts import encode_text
+from txl_hf.transfo_xl import tokenization_transfo_xl_moses
 from txl_hf.transfo_xl.tokenization_transfo_xl_backend import LINE_END_MODES, MODES
 
 GOLDENS = golden("tokenizer")
@@ -74,6 +76,23 @@ def test_golden_lines_in_one_batch(legacy):
     tokenizer, lines = legacy
     assert tokenizer([line["text"] for line in lines])["input_ids"] == [line["ids"] for line in lines]
     assert tokenizer.batch_decode([line["ids"] for line in lines]) == [line["decoded"] for line in lines]
+
+
+@pytest.mark.parametrize(
+    "name, count, digest",
+    [
+        ("_A", 10_348, "bf8c98467ed595a1"),
+        ("_D", 423, "f7a93f0db248f687"),
+        ("_L", 2_253, "019683dff4a32df0"),
+        ("_CURRENCY", 52, "64770105d4a72e41"),
+    ],
+)
+def test_classes_of_characters_are_those_of_the_tables_of_moses(name, count, digest):
+    """As they were listed, range by range."""
+    members = pre_tokenizers.Split(Regex(f"[{getattr(tokenization_transfo_xl_moses, name)}]"), "removed", invert=True)
+    text = "".join(chr(code) for code in range(0x30000) if not 0xD800 <= code < 0xE000)
+    found = sorted(ord(character) for character, _ in members.pre_tokenize_str(text))
+    assert (len(found), hashlib.sha256(str(found).encode()).hexdigest()[:16]) == (count, digest)
 
 
 def test_tokenizer_json_alone_is_enough(legacy, tmp_path):
