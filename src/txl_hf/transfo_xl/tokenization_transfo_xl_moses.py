@@ -192,16 +192,7 @@ _CJK += "\U00016fe0-\U00018aff\U0001b000-\U0001b12f\U0001b170-\U0001b2ff\U000200
 _QUOTE = "'\"„“`"
 
 # Entities of characters that are special to Moses. `&` is last, because `&amp;lt;` is the text `&lt;`.
-_ENTITIES = {
-    "|": "bar|#124",
-    "<": "lt",
-    ">": "gt",
-    "[": "bra|#91",
-    "]": "ket|#93",
-    '"': "quot",
-    "'": "apos",
-    "&": "amp",
-}
+_XML = {"|": "bar|#124", "<": "lt", ">": "gt", "[": "bra|#91", "]": "ket|#93", '"': "quot", "'": "apos", "&": "amp"}
 # As `clean_up_tokenization` of transformers, which the legacy tokenizer called.
 _CLEAN_UP = [(" (?=[.?!,])", ""), (" ' ", "'"), (" (?=n't|'(?:m|s|ve|re))", "")]
 
@@ -219,7 +210,7 @@ def moses_decoder(symbols: list[str], outside: list[str]):
     for token in outside:
         steps.append(decoders.Replace(Regex(rf"\A {re.escape(token)}\z"), f" {_BORDER}{token}{_BORDER}"))
     steps += [decoders.Fuse(), decoders.Replace(Regex(r"\z"), " "), decoders.Replace(" @-@ ", "-")]
-    steps += [decoders.Replace(Regex(f"&(?:{names});"), character) for character, names in _ENTITIES.items()]
+    steps += [decoders.Replace(Regex(f"&(?:{names});"), character) for character, names in _XML.items()]
 
     # Every other quote of a kind closes and is marked; an apostrophe after an s at the start of a pair is a genitive.
     kinds = {'"': '(?:"|[„“]+)', "'": "'", "``": "``", "`": "`", "''": "''"}
