@@ -126,7 +126,8 @@ def map_names(sources: list[Source], table: list[tuple]) -> dict[str, Source]:
     """Return {legacy name: Source} for `sources` by `table`.
 
     A row of the table is (original name, legacy name or None to leave it out, method of Source or None). `{i}` stands
-    for a number and `{name}` for anything; the first row that matches decides. A name that no row matches is an error.
+    for a number, `{_i}` for one behind `_` or nothing, `{name}` for anything; the first row that matches decides. A
+    name that no row matches is an error.
     """
     rows = [(_pattern(original), target, change) for original, target, change in table]
     tensors = {}
@@ -144,7 +145,7 @@ def map_names(sources: list[Source], table: list[tuple]) -> dict[str, Source]:
 
 
 def _pattern(original: str) -> re.Pattern:
-    pattern = re.escape(original).replace(r"\{name\}", "(?P<name>.+)")
+    pattern = re.escape(original).replace(r"\{name\}", "(?P<name>.+)").replace(r"\{_i\}", "(_[0-9]+)?")
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", pattern))
 
 

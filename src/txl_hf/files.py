@@ -145,17 +145,14 @@ def locked_folder(folder: Path) -> Iterator[None]:
     Raises:
         BlockingIOError: another process has the lock.
     """
-    lock = FileLock(folder / LOCK_NAME)
     try:
-        lock.acquire(timeout=0)
+        held = FileLock(folder / LOCK_NAME).acquire(timeout=0)
     except Timeout:
         raise BlockingIOError(
             f"another process is writing to {folder}: wait for its end, or choose another folder"
         ) from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def sync(path: Path) -> None:
@@ -168,9 +165,7 @@ def sync(path: Path) -> None:
 
 
 def _sync_one(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open folders.
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
