@@ -935,7 +935,7 @@ def test_packed_texts_are_unpacked(tmp_path, end):
 
 def test_tokenizer_and_data_set_that_are_not_there(tmp_path):
     folder = write(tmp_path / "input", "ptb.{}.txt")
-    with pytest.raises(SystemExit, match="--tokenizer: the tokenizer of .*cannot be read"):
+    with pytest.raises(SystemExit, match="the tokenizer of .*cannot be read"):
         prepare(tmp_path, "ptb", "--input", folder, "--tokenizer", folder)
     with pytest.raises(SystemExit, match="--tokenizer .*nowhere does not exist"):
         prepare(tmp_path, "ptb", "--input", folder, "--tokenizer", tmp_path / "nowhere")

@@ -214,8 +214,11 @@ def split_of(file: Path, folder: Path) -> str | None:
 
 
 def some_names(folder: Path) -> str:
-    found = sorted(file.name for file in files_below(folder))
-    return (", ".join(found[:6]) + (" …" if len(found) > 6 else "")) or "no files"
+    return some(sorted(file.name for file in files_below(folder))) or "no files"
+
+
+def some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def files_below(folder: Path, pattern: str = "*") -> list[Path]:

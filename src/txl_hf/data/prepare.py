@@ -97,6 +97,7 @@ from .corpora import (
     find_files,
     read_files,
     read_rows,
+    some,
     useful_processes,
     wanted,
 )
@@ -304,10 +305,7 @@ def midi_tokenizer(options: argparse.Namespace) -> Any:
     if options.tokenizer is None:
         tokenizer = make_midi_tokenizer(options.tokens or "remi")
     else:
-        try:
-            tokenizer = load_midi_tokenizer(options.tokenizer)
-        except ValueError as error:
-            raise ValueError(f"--tokenizer {error}") from None
+        tokenizer = load_midi_tokenizer(options.tokenizer)
     if options.bpe is not None:
         if tokenizer.is_trained or tokenizer.is_multi_voc:
             raise ValueError(
@@ -363,33 +361,27 @@ def read(
         if source.unread:
             print(f"not read: {some([path.name for path in source.unread])}")
         return read_files(source, options.input, convention, mode, scratch), names, source.vocabulary
-    name, config = (options.dataset, options.config) if options.dataset else convention.hub or (None, None)
-    if name is None:
-        raise ValueError(
-            f"--corpus {options.corpus} needs a text: give {wanted(convention)} with --input, or a data set with "
-            "--dataset"
-        )
-    return read_rows(name, config, options.column or "text", convention, mode, scratch), None, None
-
-
-def some(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    if options.dataset is None:
+        if convention.hub is None:
+            raise ValueError(
+                f"--corpus {options.corpus} needs a text: give {wanted(convention)} with --input, or a data set with "
+                "--dataset"
+            )
+        options.dataset, options.config = convention.hub
+    column = options.column or "text"
+    return read_rows(options.dataset, options.config, column, convention, mode, scratch), None, None
 
 
 def source_name(options: argparse.Namespace) -> str:
     if options.input is not None:
         return name_of(options.input)
-    name, config = (options.dataset, options.config) if options.dataset else CORPORA[options.corpus].hub or ("", "")
-    return f"{name} {config}" if config else name
+    return f"{options.dataset} {options.config}" if options.config else options.dataset
 
 
 def text_tokenizer(options: argparse.Namespace, convention: Convention) -> PreTrainedTokenizerBase:
     """The tokenizer of --tokenizer; an error or a warning where it does not read the corpus as published."""
     name = options.tokenizer
-    try:
-        tokenizer = load_tokenizer(name)
-    except ValueError as error:
-        raise ValueError(f"--tokenizer: {error}") from None
+    tokenizer = load_tokenizer(name)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"--tokenizer {name} is of MidiTok and reads no text: use it with --corpus {MIDI}")
     if convention.stream and not reads_streams(tokenizer):

@@ -11,14 +11,9 @@ becomes symbols:
 | `"characters"` | one symbol a character | text8 |
 | `"bytes"` | one symbol a UTF-8 byte | enwik8 |
 
-Ways to get one:
-
-* `TransfoXLTokenizer.from_pretrained(folder)`: a folder saved by this class, or a legacy one with `vocab.pkl`,
-  `vocab.bin` or `vocab.txt`. Nothing in a pickle is ever executed. Tokens that were added to a legacy vocabulary
-  (`added_tokens.json`, `added_tokens_decoder`) keep their ids; `<formula>` of mode `"moses"` follows them.
-* `TransfoXLTokenizer.from_symbols(symbols, mode=...)`: an ordered list, the original vocabularies' `idx2sym`.
-* `TransfoXLTokenizer.train_from_iterator(lines, mode=..., min_freq=..., max_size=...)`: a vocabulary by frequency.
-* `tokenizer.train_new_from_iterator(lines, vocab_size)`: the same with this tokenizer's mode and specials.
+`from_pretrained` reads a folder saved by this class, or a legacy one with `vocab.pkl`, `vocab.bin` or `vocab.txt`,
+whose pickles are never executed and whose added tokens (`added_tokens.json`, `added_tokens_decoder`) keep their ids;
+`<formula>` of mode `"moses"` follows them. `from_symbols` and `train_from_iterator` make new ones.
 
 `encode_lines` and `encode_file` give one long array of ids for training, with an `<eos>` per line on request. With
 `line_ends=True`, calling the tokenizer gives the same.
@@ -326,16 +321,9 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         sides of padding and truncation and greatest length.
 
         Args:
-            text_iterator (`Iterable[str | list[str]]`): as `lines` of `train_from_iterator`.
-            vocab_size (`int`, *optional*): the vocabulary's largest size, special tokens included.
-            length (`int`, *optional*): ignored, for compatibility.
-            new_special_tokens (`list[str | AddedToken]`, *optional*): more special tokens.
-            special_tokens_map (`dict[str, str]`, *optional*): new names for special tokens.
-            min_freq (`int`, defaults to 0): leave out symbols that occur less often.
+            text_iterator, vocab_size, min_freq: as `lines` and others of `train_from_iterator`, with its errors.
+            length, new_special_tokens, special_tokens_map: as in transformers; `length` is not needed.
             kwargs: arguments that differ from this tokenizer's, such as `model_max_length` or `mode`.
-
-        Raises:
-            ValueError: as for `train_from_iterator`.
         """
         rename = special_tokens_map or {}
         named = {name: rename.get(token, token) for name, token in self.special_tokens_map.items()}
@@ -391,13 +379,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         return [BYTE_SYMBOLS.get(symbol, symbol) for symbol in ordered] if self.mode == "bytes" else ordered
 
     def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False, **kwargs) -> list[str]:
-        """The symbols of a text as they are written, known to the vocabulary or not (`encode` has the ids).
-
-        Args:
-            text (`str`): the text.
-            pair (`str`, *optional*): a second text, whose symbols follow.
-            add_special_tokens (`bool`, defaults to `False`): add the tokens of `add_bos_token` and `add_eos_token`.
-            kwargs: as for a call.
+        """The symbols of a text as they are written, known to the vocabulary or not; arguments are those of a call.
 
         Raises:
             ValueError: `text` is no string.
@@ -453,14 +435,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64)
 
     def encode_file(self, path, add_eos: bool | None = None) -> np.ndarray:
-        """The ids of a UTF-8 text file, as `encode_lines` over its lines.
-
-        As in `txl-prepare`, a byte-order mark is skipped, and a carriage return ends a line like a line feed. Mode
-        `"bytes"` keeps all bytes of the text, which must be UTF-8 too.
-
-        Args:
-            path (`str` or `os.PathLike`): the file.
-            add_eos (`bool`, *optional*): as for `encode_lines`.
+        """The ids of a text file, as `encode_lines` over its lines: (N,) int64. As in `txl-prepare`, a byte-order mark
+        is skipped, and a carriage return ends a line like a line feed, but mode `"bytes"` keeps all bytes.
 
         Raises:
             ValueError: as for `encode_lines`, or the file is not UTF-8.
