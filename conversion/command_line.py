@@ -235,11 +235,7 @@ def write_tokenizer(folder: Path, checkpoint: Checkpoint, arguments: argparse.Na
         tokenizer = TransfoXLTokenizer.from_pretrained(checkpoint.tokenizer)
     else:
         tokenizer = TransfoXLTokenizer.from_symbols(
-            vocabulary.symbols,
-            mode=mode or vocabulary.mode,
-            lower_case=vocabulary.lower_case,
-            unk_token=vocabulary.unk_token,
-            eos_token=vocabulary.eos_token,
+            vocabulary.symbols, mode or vocabulary.mode, vocabulary.lower_case, eos_token=vocabulary.eos_token
         )
     tokenizer.save_pretrained(folder)
     return True

@@ -25,10 +25,6 @@ from txl_hf import (
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
-# Spellings of these two tokens in the originals' vocabularies.
-END_OF_TEXT = ("<eos>", "<S>")
-UNKNOWN = ("<unk>", "<UNK>")
-
 # The model's class by the part above the layers: the language model's softmax, a classifier's matrix, or nothing.
 MODELS: dict[str, type[TransfoXLPreTrainedModel]] = {
     "softmax": TransfoXLForCausalLM,
@@ -79,11 +75,7 @@ class Vocabulary:
 
     @property
     def eos_token(self) -> str | None:
-        return next((symbol for symbol in END_OF_TEXT if symbol in self.symbols), None)
-
-    @property
-    def unk_token(self) -> str | None:
-        return next((symbol for symbol in UNKNOWN if symbol in self.symbols), None)
+        return next((symbol for symbol in ("<eos>", "<S>") if symbol in self.symbols), None)
 
     @property
     def eos_token_id(self) -> int | None:
