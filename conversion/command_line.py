@@ -75,17 +75,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with interrupted_by_signals():
             convert(arguments)
+        return 0
     except KeyboardInterrupt:
-        return fail("interrupted")
+        reason = "interrupted"
     # A damaged or hostile file ends in one line, without a traceback, whatever the error is.
     except Exception as error:
         known = isinstance(error, ConversionError | ValueError | OSError)
-        return fail(str(error) if known else f"{type(error).__name__}: {error}")
-    return 0
-
-
-def fail(reason: str) -> int:
-    """Print why nothing was converted; return the exit status."""
+        reason = str(error) if known else f"{type(error).__name__}: {error}"
     say(f"txl-convert: {reason}"[:600])
     return 1
 
