@@ -1,4 +1,4 @@
-"""What scripts share which train several models and keep their results: the command line, and a run's options."""
+"""Shared by scripts that train several models and keep results: the command line, and the options of a run."""
 
 import argparse
 import json
