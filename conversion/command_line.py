@@ -25,6 +25,7 @@ from txl_hf import TransfoXLPreTrainedModel as Model
 from txl_hf.command_line import CommandParser, interrupted_by_signals
 from txl_hf.evaluation.cards import write_model_card
 from txl_hf.files import whole_folder
+from txl_hf.transfo_xl.tokenization_transfo_xl_backend import MODES
 
 from . import kimiyoung_pytorch, kimiyoung_tf, nvidia_pytorch, pop_music_tf, transformers_legacy
 from .layout import MODELS, Checkpoint, ConversionError, Family, check_complete
@@ -34,7 +35,6 @@ FAMILIES: dict[str, Family] = {reader.FAMILY.name: reader.FAMILY for reader in R
 # Fields of the configuration that change an evaluation: those that are options, and those that the card shows.
 OPTIONS = ("mem_len", "clamp_len", "same_length")
 SETTINGS = (*OPTIONS, "tgt_len")
-TOKENIZER_MODES = ("moses", "whitespace", "characters", "bytes", "lm1b")
 ORIGIN = """\
 The weights are those of {origin}.
 They were converted, values unchanged, by `txl-convert --from {family}` of `txl-hf`.
@@ -61,7 +61,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--same-length", action=argparse.BooleanOptionalAction, help="the same context for every token"
     )
-    parser.add_argument("--tokenizer-mode", choices=TOKENIZER_MODES, help="how text is split; default: as the corpus")
+    parser.add_argument("--tokenizer-mode", choices=MODES, help="how text is split; default: as the corpus")
     parser.add_argument(
         "--allow-non-finite", action="store_true", help="convert weights that are NaN or infinite, with a warning"
     )
@@ -75,17 +75,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with interrupted_by_signals():
             convert(arguments)
+        return 0
     except KeyboardInterrupt:
-        return fail("interrupted")
+        reason = "interrupted"
     # A damaged or hostile file ends in one line, without a traceback, whatever the error is.
     except Exception as error:
         known = isinstance(error, ConversionError | ValueError | OSError)
-        return fail(str(error) if known else f"{type(error).__name__}: {error}")
-    return 0
-
-
-def fail(reason: str) -> int:
-    """Print why nothing was converted; return the exit status."""
+        reason = str(error) if known else f"{type(error).__name__}: {error}"
     say(f"txl-convert: {reason}"[:600])
     return 1
 
@@ -235,11 +231,7 @@ def write_tokenizer(folder: Path, checkpoint: Checkpoint, arguments: argparse.Na
         tokenizer = TransfoXLTokenizer.from_pretrained(checkpoint.tokenizer)
     else:
         tokenizer = TransfoXLTokenizer.from_symbols(
-            vocabulary.symbols,
-            mode=mode or vocabulary.mode,
-            lower_case=vocabulary.lower_case,
-            unk_token=vocabulary.unk_token,
-            eos_token=vocabulary.eos_token,
+            vocabulary.symbols, mode or vocabulary.mode, vocabulary.lower_case, eos_token=vocabulary.eos_token
         )
     tokenizer.save_pretrained(folder)
     return True

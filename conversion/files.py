@@ -1,5 +1,6 @@
 """Files of checkpoints: finding them, and describing other content in an error."""
 
+import json
 from itertools import islice
 from pathlib import Path
 
@@ -31,6 +32,17 @@ def find_file(path: Path, names: tuple, expected: str) -> Path:
     content = sorted(entry.name for entry in path.iterdir())
     listed = ", ".join(content[:4]) + (", …" if len(content) > 4 else "")
     raise ConversionError(f"{path} is a folder of {len(content)} files ({listed}); {expected}")
+
+
+def read_json(path: Path) -> dict:
+    """Return the object in a file of JSON. Raises ConversionError."""
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{path} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConversionError(f"{path} holds no JSON object")
+    return content
 
 
 def state_dict_sources(state: object, where: object) -> list[Source]:

@@ -25,10 +25,6 @@ from txl_hf import (
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
-# Spellings of these two tokens in the originals' vocabularies.
-END_OF_TEXT = ("<eos>", "<S>")
-UNKNOWN = ("<unk>", "<UNK>")
-
 # The model's class by the part above the layers: the language model's softmax, a classifier's matrix, or nothing.
 MODELS: dict[str, type[TransfoXLPreTrainedModel]] = {
     "softmax": TransfoXLForCausalLM,
@@ -79,11 +75,7 @@ class Vocabulary:
 
     @property
     def eos_token(self) -> str | None:
-        return next((symbol for symbol in END_OF_TEXT if symbol in self.symbols), None)
-
-    @property
-    def unk_token(self) -> str | None:
-        return next((symbol for symbol in UNKNOWN if symbol in self.symbols), None)
+        return next((symbol for symbol in ("<eos>", "<S>") if symbol in self.symbols), None)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -126,7 +118,8 @@ def map_names(sources: list[Source], table: list[tuple]) -> dict[str, Source]:
     """Return {legacy name: Source} for `sources` by `table`.
 
     A row of the table is (original name, legacy name or None to leave it out, method of Source or None). `{i}` stands
-    for a number and `{name}` for anything; the first row that matches decides. A name that no row matches is an error.
+    for a number, `{_i}` for one behind `_` or nothing, `{name}` for anything; the first row that matches decides. A
+    name that no row matches is an error.
     """
     rows = [(_pattern(original), target, change) for original, target, change in table]
     tensors = {}
@@ -144,7 +137,7 @@ def map_names(sources: list[Source], table: list[tuple]) -> dict[str, Source]:
 
 
 def _pattern(original: str) -> re.Pattern:
-    pattern = re.escape(original).replace(r"\{name\}", "(?P<name>.+)")
+    pattern = re.escape(original).replace(r"\{name\}", "(?P<name>.+)").replace(r"\{_i\}", "(_[0-9]+)?")
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", pattern))
 
 

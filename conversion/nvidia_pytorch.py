@@ -20,25 +20,12 @@ TABLE = [
 ]
 EXPECTED = "expected checkpoint_best.pt or checkpoint_last.pt, a dictionary with model_config and model_state"
 # The arguments of the model's class, in model_config, that are fields of TransfoXLConfig, and their types.
+_INTEGERS = "n_layer n_head d_model d_head d_inner div_val tgt_len ext_len mem_len attn_type clamp_len"
 MODEL_CONFIG = {
-    "n_layer": int,
-    "n_head": int,
-    "d_model": int,
-    "d_head": int,
-    "d_inner": int,
-    "dropout": float | int,
-    "dropatt": float | int,
-    "div_val": int,
-    "pre_lnorm": bool,
-    "tgt_len": int,
-    "ext_len": int,
-    "mem_len": int,
-    "cutoffs": list,
-    "same_length": bool,
-    "attn_type": int,
-    "clamp_len": int,
-    "tie_projs": list,
-    "tie_weight": bool,
+    **dict.fromkeys(_INTEGERS.split(), int),
+    **dict.fromkeys(("dropout", "dropatt"), float | int),
+    **dict.fromkeys(("pre_lnorm", "same_length", "tie_weight"), bool),
+    **dict.fromkeys(("cutoffs", "tie_projs"), list),
 }
 
 

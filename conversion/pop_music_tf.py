@@ -15,20 +15,16 @@ from .kimiyoung_tf import EXPECTED, LAYERS, find_prefix, read_bundle
 from .layout import Checkpoint, ConversionError, Family, Source, Vocabulary, fields_from_shapes
 
 # Variable under `transformer/` (modules.py), tensor of the legacy layout, change of the tensor. Keras numbers layers
-# without a name: {n} is empty for the first, then a number.
+# without a name from the second on.
 TABLE = [
     ("normal_embed/lookup_table", "transformer.word_emb.emb_layers.0.weight", None),
     ("normal_embed/proj_W", "transformer.word_emb.emb_projs.0", Source.transposed),
     ("normal_softmax/bias", "crit.out_layers.0.bias", None),
     *LAYERS,
-    ("layer_{l}/rel_attn/layer_normalization/gamma", "transformer.layers.{l}.dec_attn.layer_norm.weight", None),
-    ("layer_{l}/rel_attn/layer_normalization/beta", "transformer.layers.{l}.dec_attn.layer_norm.bias", None),
-    ("layer_{l}/rel_attn/layer_normalization_{n}/gamma", "transformer.layers.{l}.dec_attn.layer_norm.weight", None),
-    ("layer_{l}/rel_attn/layer_normalization_{n}/beta", "transformer.layers.{l}.dec_attn.layer_norm.bias", None),
-    ("layer_{l}/ff/layer_normalization/gamma", "transformer.layers.{l}.pos_ff.layer_norm.weight", None),
-    ("layer_{l}/ff/layer_normalization/beta", "transformer.layers.{l}.pos_ff.layer_norm.bias", None),
-    ("layer_{l}/ff/layer_normalization_{n}/gamma", "transformer.layers.{l}.pos_ff.layer_norm.weight", None),
-    ("layer_{l}/ff/layer_normalization_{n}/beta", "transformer.layers.{l}.pos_ff.layer_norm.bias", None),
+    ("layer_{l}/rel_attn/layer_normalization{_i}/gamma", "transformer.layers.{l}.dec_attn.layer_norm.weight", None),
+    ("layer_{l}/rel_attn/layer_normalization{_i}/beta", "transformer.layers.{l}.dec_attn.layer_norm.bias", None),
+    ("layer_{l}/ff/layer_normalization{_i}/gamma", "transformer.layers.{l}.pos_ff.layer_norm.weight", None),
+    ("layer_{l}/ff/layer_normalization{_i}/beta", "transformer.layers.{l}.pos_ff.layer_norm.bias", None),
 ]
 # Settings and quirks of model.py, with the epsilon of Keras's LayerNormalization.
 SETTINGS = {"mem_len": 512, "tgt_len": 512, "clamp_len": -1, "same_length": False}

@@ -173,17 +173,15 @@ def _fields(message: bytes) -> Fields:
     while position < len(message):
         key, position = _varint(message, position)
         number, kind = key >> 3, key & 7
+        value: int | bytes
         if kind == 0:
             value, position = _varint(message, position)
         elif kind == 2:
             length, position = _varint(message, position)
-            fields.setdefault(number, []).append(message[position : position + length])
-            position += length
-            continue
-        elif kind == 5:
-            value, position = struct.unpack_from("<I", message, position)[0], position + 4
-        elif kind == 1:
-            value, position = struct.unpack_from("<Q", message, position)[0], position + 8
+            value, position = message[position : position + length], position + length
+        elif kind in (1, 5):
+            layout, size = ("<Q", 8) if kind == 1 else ("<I", 4)
+            value, position = struct.unpack_from(layout, message, position)[0], position + size
         else:
             raise TensorBundleError(f"a protocol buffer field of the unknown kind {kind}")
         fields.setdefault(number, []).append(value)

@@ -5,7 +5,6 @@ The weights may be in several files, as a small `max_shard_size` writes them.
 """
 
 import functools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from txl_hf import TransfoXLConfig
 
 from . import torch_file
-from .files import code_span, find_file, state_dict_sources
+from .files import code_span, find_file, read_json, state_dict_sources
 from .layout import Checkpoint, ConversionError, Family, Source, drop_copies, fields_from_shapes, map_names
 
 # The names in the state dict are those of the layout. With shared biases (untie_r false) every layer repeats the pair.
@@ -80,11 +79,8 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     path = folder / "config.json"
     if not path.is_file():
         raise ConversionError(f"{folder} has no config.json; {EXPECTED}")
-    try:
-        written = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ConversionError(f"{path} is no JSON: {error}") from None
-    if not isinstance(written, dict) or written.get("model_type", "transfo-xl") != "transfo-xl":
+    written = read_json(path)
+    if written.get("model_type", "transfo-xl") != "transfo-xl":
         raise ConversionError(f"{path} is of another model; expected model_type transfo-xl")
     # Not copied: fields on the code and library of the old folder, which are written anew.
     for name in ("auto_map", "quantization_config", "architectures", "transformers_version", "trainer_compatible"):
@@ -118,10 +114,10 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def _sources(path: Path) -> list[Source]:
-    return _safetensors_sources(path) if path.suffix == ".safetensors" else _pickled_sources(path)
-
-
-def _safetensors_sources(path: Path) -> list[Source]:
+    if path.suffix != ".safetensors":
+        # `place` names the file, because storages of several files have the same keys.
+        sources = state_dict_sources(torch_file.load(path), path)
+        return [replace(source, place=(path, source.place)) for source in sources]
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
@@ -134,12 +130,6 @@ def _read_safetensor(path: Path, name: str) -> torch.Tensor:
     # Opened anew for each tensor, because the pages of a mapping that stays open count as memory.
     with safe_open(path, framework="pt") as file:
         return file.get_tensor(name)
-
-
-def _pickled_sources(path: Path) -> list[Source]:
-    # `place` names the file, because storages of several files have the same keys.
-    sources = state_dict_sources(torch_file.load(path), path)
-    return [replace(source, place=(path, source.place)) for source in sources]
 
 
 FAMILY = Family("transformers", EXPECTED, read)

@@ -1,13 +1,12 @@
 """The vocabularies that the originals pickle: in the corpus (`cache.pt`, `cache.pkl`) or in NVIDIA's checkpoint."""
 
-import json
 from pathlib import Path
 
 from txl_hf.legacy.unpickle import StandIn
 from txl_hf.legacy.vocabulary import repair_symbols
 
 from . import torch_file
-from .files import describe
+from .files import describe, read_json
 from .layout import ConversionError, Vocabulary
 
 # How the text of each of the originals' data sets is split into symbols: a mode of TransfoXLTokenizer.
@@ -78,14 +77,5 @@ def from_stand_in(vocab: object, dataset: str | None, where: str) -> Vocabulary:
 
 def read_corpus_info(folders: list[Path]) -> dict:
     """Return the first corpus-info.json in `folders` as a dict, {} where there is none."""
-    for folder in folders:
-        path = Path(folder) / INFORMATION
-        if path.is_file():
-            try:
-                info = json.loads(path.read_text())
-            except (ValueError, RecursionError) as error:
-                raise ConversionError(f"{path} is no JSON: {error}") from None
-            if not isinstance(info, dict):
-                raise ConversionError(f"{path} holds no JSON object")
-            return info
-    return {}
+    paths = (Path(folder) / INFORMATION for folder in folders)
+    return next((read_json(path) for path in paths if path.is_file()), {})

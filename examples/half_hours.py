@@ -55,10 +55,10 @@ import harness
 import tune_lm
 import txl_hf.training.command as training
 from harness import with_range
-from study import StudyParser
+from study import StudyParser, options_that_differ
 from txl_hf.command_line import at_least_zero, one_line_errors
 from txl_hf.evaluation.cards import RESULTS
-from txl_hf.files import options_that_differ, write_text
+from txl_hf.files import write_text
 from txl_hf.training.callbacks import MemoryLength
 from txl_hf.training.recipe import RECIPE, Arguments, read_recipe
 from txl_hf.training.recipe import parse_arguments as training_arguments

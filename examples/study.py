@@ -1,12 +1,15 @@
-"""The command line that scripts share which train several models and keep their results."""
+"""Shared by scripts that train several models and keep results: the command line, and the options of a run."""
 
 import argparse
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from txl_hf.command_line import CommandParser
+from txl_hf.files import write_text
 
-__all__ = ["StudyParser"]
+__all__ = ["StudyParser", "keep_options", "options_that_differ"]
 
 
 class StudyParser(CommandParser):
@@ -40,3 +43,23 @@ class StudyParser(CommandParser):
         """End with an error if results would go where others are kept, however that folder is spelled."""
         if output.resolve() in (self.kept.resolve(), self.get_default("output").resolve()):
             self.error(f"{why}: name another folder with --output")
+
+
+def keep_options(path: Path, options: Mapping[str, Any]) -> None:
+    """Write the options that a run begins with as JSON; a file that is there must hold the same.
+
+    Raises:
+        ValueError: with the options that differ.
+    """
+    today = json.loads(json.dumps(options, default=str))
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(today, indent=1) + "\n")
+    elif changed := options_that_differ(json.loads(path.read_text(encoding="utf-8")), today):
+        raise ValueError(f"{path.parent} was begun with other options: {changed}; keep to those, or begin elsewhere")
+
+
+def options_that_differ(before: Mapping[str, Any], today: Mapping[str, Any]) -> str:
+    """The options that differ, each with both values, in the order of their names; "" where none does."""
+    pairs = ((name, before.get(name), today.get(name)) for name in sorted(before.keys() | today.keys()))
+    return ", ".join(f"{name} was {old} and is {new}" for name, old, new in pairs if old != new)

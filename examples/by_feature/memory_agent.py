@@ -30,6 +30,7 @@ import argparse
 import importlib
 import json
 import math
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -124,8 +125,11 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 from tqdm import tqdm
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from study import keep_options
 from txl_hf import TransfoXLConfig, TransfoXLForTokenClassification, TransfoXLModel
-from txl_hf.files import keep_options, whole_file, write_text
+from txl_hf.files import whole_file, write_text
 from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
 with one_line_errors():

@@ -20,6 +20,7 @@ import argparse
 import csv
 import datetime
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,13 @@ import torch
 import transformers
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import txl_hf
+from study import keep_options
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTrainer, token_losses
 from txl_hf.command_line import CommandParser, at_least_one, at_least_zero, one_line_errors, positive
-from txl_hf.files import keep_options, whole_file
+from txl_hf.files import whole_file
 from txl_hf.training.checkpoints import last_checkpoint
 
 SPLITS = {"train": "train", "validation": "valid", "test": "test"}

@@ -53,10 +53,11 @@ from miniature import (
     prepare,
     shuffle_sentences,
 )
+from study import keep_options, options_that_differ
 from txl_hf import TokenStream, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.command_line import at_least_one, at_least_zero, one_line_errors
 from txl_hf.evaluation.language_model import perplexity
-from txl_hf.files import keep_options, options_that_differ, whole_file, write_text
+from txl_hf.files import whole_file, write_text
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.

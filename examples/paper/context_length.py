@@ -44,9 +44,9 @@ import ablation
 import harness
 from contenders import losses_of, uses_segment_end
 from miniature import RESULTS, Corpus, MiniatureParser, load_given, prepare
+from study import options_that_differ
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import at_least_one, at_least_zero, hub_or_folder, one_line_errors
-from txl_hf.files import options_that_differ
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.

@@ -28,9 +28,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import txl_hf
+from study import options_that_differ
 from txl_hf.command_line import CommandParser, at_least_one, one_line_errors
-from txl_hf.files import options_that_differ, write_text
+from txl_hf.files import write_text
 
 AUTHORS = "http://curtis.ml.cmu.edu/datasets/pretrained_xl"
 HUB = "https://huggingface.co/transfo-xl/transfo-xl-wt103/resolve/main"

@@ -5,14 +5,12 @@ error nothing is left; after a kill, a name that begins with `UNFINISHED_PREFIX`
 """
 
 import errno
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -62,26 +60,6 @@ def write_text(path: str | os.PathLike, text: str) -> None:
     """Write a text file in UTF-8 as a whole or not at all."""
     with whole_file(path) as aside, disk_errors(path):
         aside.write_text(text, encoding="utf-8")
-
-
-def keep_options(path: Path, options: Mapping[str, Any]) -> None:
-    """Write the options that a run begins with as JSON; a file that is there must hold the same.
-
-    Raises:
-        ValueError: with the options that differ.
-    """
-    today = json.loads(json.dumps(options, default=str))
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(today, indent=1) + "\n")
-    elif changed := options_that_differ(json.loads(path.read_text(encoding="utf-8")), today):
-        raise ValueError(f"{path.parent} was begun with other options: {changed}; keep to those, or begin elsewhere")
-
-
-def options_that_differ(before: Mapping[str, Any], today: Mapping[str, Any]) -> str:
-    """The options that differ, each with both values, in the order of their names; "" where none does."""
-    pairs = ((name, before.get(name), today.get(name)) for name in sorted(before.keys() | today.keys()))
-    return ", ".join(f"{name} was {old} and is {new}" for name, old, new in pairs if old != new)
 
 
 @contextmanager
@@ -145,17 +123,14 @@ def locked_folder(folder: Path) -> Iterator[None]:
     Raises:
         BlockingIOError: another process has the lock.
     """
-    lock = FileLock(folder / LOCK_NAME)
     try:
-        lock.acquire(timeout=0)
+        held = FileLock(folder / LOCK_NAME).acquire(timeout=0)
     except Timeout:
         raise BlockingIOError(
             f"another process is writing to {folder}: wait for its end, or choose another folder"
         ) from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def sync(path: Path) -> None:
@@ -168,9 +143,7 @@ def sync(path: Path) -> None:
 
 
 def _sync_one(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open folders.
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -1,5 +1,6 @@
 """The tokenizer: equal to the legacy one, safe with its pickles, the same after saving, at home in transformers."""
 
+import hashlib
 import json
 import pickle
 import shutil
@@ -13,7 +14,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, TextStreamer, pipeline
 from transformers.utils import logging
 
@@ -26,6 +27,7 @@ from txl_hf import (
     TransfoXLTokenizer,
 )
 from txl_hf.data.texts import encode_text
+from txl_hf.transfo_xl import tokenization_transfo_xl_moses
 from txl_hf.transfo_xl.tokenization_transfo_xl_backend import LINE_END_MODES, MODES
 
 GOLDENS = golden("tokenizer")
@@ -74,6 +76,23 @@ def test_golden_lines_in_one_batch(legacy):
     tokenizer, lines = legacy
     assert tokenizer([line["text"] for line in lines])["input_ids"] == [line["ids"] for line in lines]
     assert tokenizer.batch_decode([line["ids"] for line in lines]) == [line["decoded"] for line in lines]
+
+
+@pytest.mark.parametrize(
+    "name, count, digest",
+    [
+        ("_A", 10_348, "bf8c98467ed595a1"),
+        ("_D", 423, "f7a93f0db248f687"),
+        ("_L", 2_253, "019683dff4a32df0"),
+        ("_CURRENCY", 52, "64770105d4a72e41"),
+    ],
+)
+def test_classes_of_characters_are_those_of_the_tables_of_moses(name, count, digest):
+    """As they were listed, range by range."""
+    members = pre_tokenizers.Split(Regex(f"[{getattr(tokenization_transfo_xl_moses, name)}]"), "removed", invert=True)
+    text = "".join(chr(code) for code in range(0x30000) if not 0xD800 <= code < 0xE000)
+    found = sorted(ord(character) for character, _ in members.pre_tokenize_str(text))
+    assert (len(found), hashlib.sha256(str(found).encode()).hexdigest()[:16]) == (count, digest)
 
 
 def test_tokenizer_json_alone_is_enough(legacy, tmp_path):
@@ -536,7 +555,7 @@ def test_unknown_symbols_without_unk_are_named(mode, text):
         (lambda: TransfoXLTokenizer.from_symbols([]), "empty"),
         (lambda: TransfoXLTokenizer.from_symbols(["a"], eos_token="</s>"), "'</s>' is not one of the 1 symbols"),
         (lambda: TransfoXLTokenizer.from_symbols(["300"], mode="bytes"), "'300' is no byte"),
-        (lambda: TransfoXLTokenizer.from_symbols(["a"], language="fr"), "language='fr'"),
+        (lambda: TransfoXLTokenizer.from_pretrained(GOLDENS / "cased", language="fr"), "language='fr'"),
         (lambda: TransfoXLTokenizer.train_from_iterator("text"), "one string"),
         (lambda: TransfoXLTokenizer.train_from_iterator([""]), "nothing to train on"),
         (lambda: TransfoXLTokenizer.train_from_iterator(["a"], max_size=0), "max_size=0"),
@@ -913,14 +932,6 @@ def test_added_words_of_a_legacy_folder_are_looked_for_as_they_are_written(tmp_p
 def test_names_of_the_legacy_tokenizer():
     tokenizer = TransfoXLTokenizer.from_symbols(["<eos>", "<unk>", "the", "cat"], mode="whitespace")
     assert tokenizer.idx2sym == ["<eos>", "<unk>", "the", "cat"] and tokenizer.sym2idx["cat"] == 3
-    for name, new in (
-        ("get_sym", "convert_ids_to_tokens"),
-        ("get_idx", "convert_tokens_to_ids"),
-        ("counter", "Counter"),
-    ):
-        with pytest.raises(AttributeError, match=f"TransfoXLTokenizer has no {name}: use .*{new}"):
-            getattr(tokenizer, name)
-    assert not hasattr(tokenizer, "no_such_name")
 
 
 TOKENISED = "60 @-@ 70 percent of 1 @,@ 234 and 5 @.@ 5"

@@ -13,6 +13,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ LINES = 4096
 # Suffixes of plain text, of packed files, of archives and of records (with their reader in datasets), and the words in
 # a file's name that name its split.
 TEXT_SUFFIXES = (".txt", ".text", ".tokens", ".raw")
-OPENERS: dict[str, Callable] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
 # zipfile raises RuntimeError for an encrypted file and for a compression that Python does not support.
 DAMAGED = (shutil.ReadError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
@@ -131,7 +132,7 @@ def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -
     if folder.is_file():
         if convention.whole is None:
             raise ValueError(f"{path} is one file, but {corpus} is {wanted(convention)}: give their folder or archive")
-        check_is_plain(path)
+        check_is_plain(path, path)
         return Source({"train": [folder]}, folder.parent)
     if not convention.layouts:
         return own_text(folder, path)
@@ -151,29 +152,34 @@ def own_text(folder: Path, path: Path) -> Source:
     """
     everything = matches(folder, "*")
     texts = [file for file in everything if suffix_of(file) in TEXT_SUFFIXES]
-    if not texts and any(suffix_of(file) in RECORDS for file in everything):
-        raise ValueError(
-            f"{path} holds records, not plain text ({some_names(folder)}): give --dataset {path} --column NAME in "
-            "place of --input, NAME being what the texts are called"
-        )
+    if not texts and (records := [file for file in everything if suffix_of(file) in RECORDS]):
+        check_is_plain(records[0], path)
     texts = texts or (everything if len(everything) == 1 else [])
     if not texts:
         raise ValueError(f"{path} has no text, a file that ends in {', '.join(TEXT_SUFFIXES)}; {some_names(folder)}")
     for file in texts:
-        check_is_plain(file)
+        check_is_plain(file, file)
+    splits, unsplit = group_by_split(texts, folder, path)
+    return Source(splits, folder, unread=unsplit) if splits else Source({"train": unsplit}, folder)
+
+
+def group_by_split(files: Iterable[Path], folder: Path, given: Path | str) -> tuple[dict[str, list[Path]], list[Path]]:
+    """Files by the split that is named by a word in their names (`split_of`), and those without such a word.
+
+    Raises:
+        ValueError: some splits are named and not all; `given` is the folder in the error.
+    """
     found: dict[str | None, list[Path]] = {}
-    for file in texts:
+    for file in files:
         found.setdefault(split_of(file, folder), []).append(file)
     unsplit = found.pop(None, [])
-    if not found:
-        return Source({"train": unsplit}, folder)
-    if missing := [split for split in SPLITS if split not in found]:
-        told = "; ".join(f"{split}: {files[0].relative_to(folder)}" for split, files in found.items())
+    if found and (missing := [split for split in SPLITS if split not in found]):
+        told = "; ".join(f"{split}: {paths[0].relative_to(folder)}" for split, paths in found.items())
         raise ValueError(
-            f"{path} has no text for {' and '.join(missing)} (by their names, {told}): name files of all three after "
+            f"{given} has no file for {' and '.join(missing)} (by their names, {told}): name files of all three after "
             "train, valid and test, or none"
         )
-    return Source({split: found[split] for split in SPLITS}, folder, unread=unsplit)
+    return {split: found[split] for split in SPLITS if found}, unsplit
 
 
 def suffix_of(file: Path) -> str:
@@ -182,19 +188,17 @@ def suffix_of(file: Path) -> str:
     return name.suffix.lower()
 
 
-def check_is_plain(file: Path) -> None:
-    """Refuse a file whose suffix is not of plain text; the error has the command that reads it."""
-    as_it_is = "rename it to end in .txt to read it as it is"
+def check_is_plain(file: Path, given: Path) -> None:
+    """Refuse a file whose suffix is not of plain text; the error has the command that reads it, from `given`."""
     if suffix_of(file) in RECORDS:
-        raise ValueError(
-            f"{file} holds records, not plain text: give --dataset {file} --column NAME in place of --input, NAME "
-            f"being what the texts are called; or {as_it_is}"
-        )
-    if suffix_of(file) in (".html", ".htm", ".xhtml"):
-        raise ValueError(
-            f"{file} is HTML, not plain text: give what `pandoc --to plain --wrap none {file} --output "
-            f"{file.stem}.txt` writes; or {as_it_is}"
-        )
+        problem = "holds records, not plain text"
+        cure = f"give --dataset {given} --column NAME in place of --input, NAME being what the texts are called"
+    elif suffix_of(file) in (".html", ".htm", ".xhtml"):
+        problem = "is HTML, not plain text"
+        cure = f"give what `pandoc --to plain --wrap none {file} --output {file.stem}.txt` writes"
+    else:
+        return
+    raise ValueError(f"{file} {problem}: {cure}; or rename it to end in .txt to read it as it is")
 
 
 def split_of(file: Path, folder: Path) -> str | None:
@@ -210,8 +214,11 @@ def split_of(file: Path, folder: Path) -> str | None:
 
 
 def some_names(folder: Path) -> str:
-    found = sorted(file.name for file in files_below(folder))
-    return (", ".join(found[:6]) + (" …" if len(found) > 6 else "")) or "no files"
+    return some(sorted(file.name for file in files_below(folder))) or "no files"
+
+
+def some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def files_below(folder: Path, pattern: str = "*") -> list[Path]:
@@ -266,35 +273,31 @@ def unpacked(path: Path, scratch: Path) -> Path:
         raise ValueError(f"{path} does not exist")
     if not path.name.lower().endswith(ARCHIVES):
         return path
-    folder, is_zip = scratch / "unpacked", path.suffix.lower() == ".zip"
-    if not (is_zip or hasattr(tarfile, "data_filter")):
-        raise ValueError(f"Python before 3.11.4 unpacks no {path.suffix} safely: unpack {path} and give the folder")
-    try:
+    folder = scratch / "unpacked"
+    with unpacking(path):
         # Neither unpacker writes outside of the folder; tarfile's filter refuses links and devices that would.
-        if is_zip:
+        if path.suffix.lower() == ".zip":
             shutil.unpack_archive(path, folder, "zip")
         else:
             with tarfile.open(path) as archive:
                 archive.extractall(folder, filter="data")
-    except DAMAGED as error:
-        raise ValueError(f"{path} cannot be unpacked: {error}") from None
     return folder
 
 
-def decompressed(path: Path, scratch: Path) -> Path:
-    """The path itself, or the contents of a file packed by gzip, bzip2 or xz, in `scratch` until the next call."""
-    if (opener := OPENERS.get(path.suffix.lower())) is None:
-        return path
-    copy = scratch / "decompressed"
-    with copy.open("wb") as file:
-        try:
-            with opener(path) as packed:
-                shutil.copyfileobj(packed, file)
-        except (OSError, *DAMAGED) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            raise ValueError(f"{path} cannot be unpacked: {error}") from None
-    return copy
+@contextmanager
+def unpacking(path: Path) -> Iterator[None]:
+    """Turn an error about the contents of an archive or a packed file into a ValueError that names it."""
+    try:
+        yield
+    except (OSError, *DAMAGED) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise ValueError(f"{path} cannot be unpacked: {error}") from None
+
+
+def opener_of(path: Path) -> Callable[..., Any]:
+    """`open`, or that of gzip, bzip2 or xz for a file packed so."""
+    return OPENERS.get(path.suffix.lower(), open)
 
 
 def read_files(source: Source, path: Path, convention: Convention, mode: str | None, scratch: Path) -> dict[str, Any]:
@@ -303,7 +306,7 @@ def read_files(source: Source, path: Path, convention: Convention, mode: str | N
     `mode` is the tokenizer's; None unless it is a `TransfoXLTokenizer`: see `open_lines`.
     """
     if convention.stream:
-        return {split: decompressed(paths[0], scratch).read_bytes() for split, paths in source.splits.items()}
+        return {split: read_stream(path) for split, [path, *_] in source.splits.items()}
     for split, paths in source.splits.items():
         if not any(file.stat().st_size for file in paths):
             raise ValueError(f"the {split} text of {path.name} is empty")
@@ -320,26 +323,26 @@ def read_lines(paths: list[Path], mode: str | None, scratch: Path, split: str) -
     with pa.OSFile(str(arrow), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for path in paths:
             try:
-                for lines in _batches(decompressed(path, scratch), mode):
-                    check_is_text(path, lines, mode)
-                    if path != paths[-1] and not lines[-1].endswith("\n"):
-                        lines[-1] += "\n"  # Otherwise it would join the next file's first line.
-                    writer.write_batch(pa.record_batch([pa.array(lines, pa.string())], schema))
+                with unpacking(path), open_lines(path, mode, opener_of(path)) as file:
+                    while lines := file.readlines(1 << 20):
+                        check_is_text(path, lines, mode)
+                        if path != paths[-1] and not lines[-1].endswith("\n"):
+                            lines[-1] += "\n"  # Otherwise it would join the next file's first line.
+                        writer.write_batch(pa.record_batch([pa.array(lines, pa.string())], schema))
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} is not UTF-8 text: {error}") from None
     return Dataset.from_file(str(arrow))
+
+
+def read_stream(path: Path) -> bytes:
+    with unpacking(path), opener_of(path)(path, "rb") as file:
+        return file.read()
 
 
 def check_is_text(path: Path, lines: Iterable[str], mode: str | None) -> None:
     """Refuse zero bytes, which are valid UTF-8 but not text. Mode `"bytes"` allows them."""
     if mode != "bytes" and any("\0" in line for line in lines):
         raise ValueError(f"{path} is no text: it has zero bytes, as archives and UTF-16 without its mark do")
-
-
-def _batches(path: Path, mode: str | None) -> Iterator[list[str]]:
-    with open_lines(path, mode) as file:
-        while lines := file.readlines(1 << 20):
-            yield lines
 
 
 def read_rows(
@@ -392,12 +395,7 @@ def load_rows(name: str, config: str | None) -> dict[str, "Dataset"]:
             return datasets.load_dataset(kind, data_files=glob.escape(name), **options)
         return datasets.load_dataset(name, config)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        reason = ""
-        if file.is_dir() and glob.has_magic(name):
-            reason = (
-                "; datasets takes brackets, asterisks and question marks in a folder's name for patterns: rename it"
-            )
-        raise ValueError(f"the data set {name} does not load: {error}{reason}") from None
+        raise ValueError(f"the data set {name} does not load: {error}") from None
 
 
 def choose_splits(name: str, found: list[str], convention: Convention) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .corpora import SPLITS, files_below, some_names, split_of, unpacked, useful_processes
+from .corpora import SPLITS, files_below, group_by_split, some_names, unpacked, useful_processes
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -364,30 +364,21 @@ def split_pieces(pieces: list[Piece], root: Path) -> tuple[dict[str, list[Piece]
     Raises:
         ValueError: names give only some splits, or a split is empty.
     """
-    named: dict[str | None, list[Piece]] = {}
-    for piece in pieces:
-        named.setdefault(split_of(piece.path, root), []).append(piece)
-    if not set(named) - {None}:
+    by_path = {piece.path: piece for piece in pieces}
+    named, unnamed = group_by_split(by_path, root, "the folder")
+    if not named:
         return cut_pieces(pieces), []
-    if missing := [split for split in SPLITS if split not in named]:
-        told = "; ".join(f"{split}: {pieces[0].name}" for split, pieces in named.items() if split)
-        raise ValueError(
-            f"the folder has MIDI files named after a split ({told}), none of them after {' and '.join(missing)}: "
-            "name those of all three after train, valid and test, or none"
-        )
     splits: dict[str, list[Piece]] = {}
     taken: dict[str, str] = {}
-    repeated = []
+    left_out = [by_path[path] for path in unnamed]
     for split in reversed(SPLITS):
         splits[split] = []
-        for piece in named[split]:
-            if taken.setdefault(piece.fingerprint, split) == split:
-                splits[split].append(piece)
-            else:
-                repeated.append(piece)
+        for piece in map(by_path.__getitem__, named[split]):
+            kept = taken.setdefault(piece.fingerprint, split) == split
+            (splits[split] if kept else left_out).append(piece)
     if empty := [split for split in SPLITS if not splits[split]]:
         raise ValueError(f"all pieces for {' and '.join(empty)} are held out in another split too")
-    return {split: splits[split] for split in SPLITS}, [*repeated, *named.get(None, [])]
+    return {split: splits[split] for split in SPLITS}, left_out
 
 
 def cut_pieces(pieces: list[Piece]) -> dict[str, list[Piece]]:

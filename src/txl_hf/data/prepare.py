@@ -65,13 +65,13 @@ The folder appears when it is complete, or not at all.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import chain
@@ -97,6 +97,7 @@ from .corpora import (
     find_files,
     read_files,
     read_rows,
+    some,
     useful_processes,
     wanted,
 )
@@ -128,16 +129,15 @@ def main(argv: list[str] | None = None) -> None:
     options = parse_arguments(argv)
     output: Path = options.output
     with one_line_errors(), interrupted_by_signals():
+        import datasets
+
+        if not sys.stderr.isatty():
+            # A log would get a line for each state of a bar.
+            datasets.disable_progress_bars()
         if os.path.lexists(output):
             raise ValueError(f"{output} exists: choose another folder with --output, or remove it")
-        if "::" in str(output.absolute()):
-            raise ValueError(f"{output}: datasets takes '::' for a chain of file systems: choose another --output")
         output.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch,
-            disk_errors(output),
-            no_bars_in_logs(),
-        ):
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch, disk_errors(output):
             information = prepare(options, Path(scratch))
             written = Path(scratch) / "output"
             sync(written)
@@ -148,21 +148,6 @@ def main(argv: list[str] | None = None) -> None:
     size = information["vocab_size"]
     sizes = f"{size:,}" if isinstance(size, int) else " × ".join(map(str, size))
     print(f"{output} holds {information['corpus']} with a vocabulary of {sizes}.")
-
-
-@contextlib.contextmanager
-def no_bars_in_logs() -> Iterator[None]:
-    """Disable datasets' progress bars if standard error is no terminal: a log would get a line for each state."""
-    import datasets
-
-    silenced = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
-    if silenced:
-        datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if silenced:
-            datasets.enable_progress_bars()
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -195,33 +180,25 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     music.add_argument("--bpe", type=int, metavar="SIZE", help="size of a vocabulary with joined tokens (none are)")
     music.add_argument("--transpose", type=int, metavar="SEMITONES", help="up and down, training split only (0)")
     options = parser.parse_args(argv)
-    check_music(parser, options)
-    for name in ("config", "column"):
-        if options.dataset is None and getattr(options, name) is not None:
-            parser.error(f"--{name} is of a data set: name it too, with --dataset")
-    chosen = [name for name in SYMBOLS if getattr(options, name) is not None]
-    if chosen and (options.corpus != "text" or options.tokenizer):
-        parser.error(f"--{chosen[0]} is for --corpus text without --tokenizer, which otherwise decide")
-    return options
-
-
-def check_music(parser: argparse.ArgumentParser, options: argparse.Namespace):
-    """Refuse options of music with a text, and options of a text with music."""
-    chosen = [name for name in ("tokens", "bpe", "transpose") if getattr(options, name) is not None]
-    if options.corpus != MIDI:
-        if chosen:
-            parser.error(f"--{chosen[0]} is for --corpus {MIDI}")
-        return
-    if options.document_end is not None:
-        parser.error(f"--document_end is for a text: with --corpus {MIDI} each piece ends with a token of its own")
-    if options.input is None:
+    for names, fits, otherwise in (
+        (("config", "column"), options.dataset is not None, "of a data set: name it too, with --dataset"),
+        (("tokens", "bpe", "transpose"), options.corpus == MIDI, f"for --corpus {MIDI}"),
+        (("document_end",), options.corpus != MIDI, "for a text: pieces of music end with a token of their own"),
+        (("tokens",), not options.tokenizer, "for a tokenizer that is made, not for the one of --tokenizer"),
+        (("bpe",), options.tokens != "compound", "for --tokens remi: events of compound tokens are not joined"),
+        (
+            SYMBOLS,
+            options.corpus == "text" and not options.tokenizer,
+            "for --corpus text without --tokenizer, which otherwise decide",
+        ),
+    ):
+        if not fits and (given := [name for name in names if getattr(options, name) is not None]):
+            parser.error(f"--{given[0]} is {otherwise}")
+    if options.corpus == MIDI and options.input is None:
         parser.error(f"--corpus {MIDI} needs --input, a folder of MIDI files or its archive")
-    if options.tokens and options.tokenizer:
-        parser.error("--tokens is for a tokenizer that is made, not for the one of --tokenizer")
-    if options.bpe is not None and options.tokens == "compound":
-        parser.error("--bpe joins tokens of --tokens remi: events of compound tokens are not joined")
     if not 0 <= (options.transpose or 0) <= 11:
         parser.error(f"--transpose {options.transpose} must be 0 to 11 semitones")
+    return options
 
 
 def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -328,10 +305,7 @@ def midi_tokenizer(options: argparse.Namespace) -> Any:
     if options.tokenizer is None:
         tokenizer = make_midi_tokenizer(options.tokens or "remi")
     else:
-        try:
-            tokenizer = load_midi_tokenizer(options.tokenizer)
-        except ValueError as error:
-            raise ValueError(f"--tokenizer {error}") from None
+        tokenizer = load_midi_tokenizer(options.tokenizer)
     if options.bpe is not None:
         if tokenizer.is_trained or tokenizer.is_multi_voc:
             raise ValueError(
@@ -387,33 +361,27 @@ def read(
         if source.unread:
             print(f"not read: {some([path.name for path in source.unread])}")
         return read_files(source, options.input, convention, mode, scratch), names, source.vocabulary
-    name, config = (options.dataset, options.config) if options.dataset else convention.hub or (None, None)
-    if name is None:
-        raise ValueError(
-            f"--corpus {options.corpus} needs a text: give {wanted(convention)} with --input, or a data set with "
-            "--dataset"
-        )
-    return read_rows(name, config, options.column or "text", convention, mode, scratch), None, None
-
-
-def some(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    if options.dataset is None:
+        if convention.hub is None:
+            raise ValueError(
+                f"--corpus {options.corpus} needs a text: give {wanted(convention)} with --input, or a data set with "
+                "--dataset"
+            )
+        options.dataset, options.config = convention.hub
+    column = options.column or "text"
+    return read_rows(options.dataset, options.config, column, convention, mode, scratch), None, None
 
 
 def source_name(options: argparse.Namespace) -> str:
     if options.input is not None:
         return name_of(options.input)
-    name, config = (options.dataset, options.config) if options.dataset else CORPORA[options.corpus].hub or ("", "")
-    return f"{name} {config}" if config else name
+    return f"{options.dataset} {options.config}" if options.config else options.dataset
 
 
 def text_tokenizer(options: argparse.Namespace, convention: Convention) -> PreTrainedTokenizerBase:
     """The tokenizer of --tokenizer; an error or a warning where it does not read the corpus as published."""
     name = options.tokenizer
-    try:
-        tokenizer = load_tokenizer(name)
-    except ValueError as error:
-        raise ValueError(f"--tokenizer: {error}") from None
+    tokenizer = load_tokenizer(name)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"--tokenizer {name} is of MidiTok and reads no text: use it with --corpus {MIDI}")
     if convention.stream and not reads_streams(tokenizer):
@@ -517,10 +485,8 @@ def batches(texts: list["Dataset"]) -> Iterator[list[str]]:
 
 def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> TransfoXLTokenizer:
     """The tokenizer of a stream of bytes: the most frequent byte first, ties in the order of first occurrence."""
-    text = b"".join(texts[split] for split in SPLITS)
-    counts = np.bincount(np.frombuffer(text, dtype=np.uint8), minlength=256)
-    counts[LINE_FEED] = 0
-    found = sorted(map(int, np.flatnonzero(counts)), key=lambda byte: (-counts[byte], text.find(byte)))
+    counts = Counter(b"".join(texts[split] for split in SPLITS))
+    found = [byte for byte, _ in counts.most_common() if byte != LINE_FEED]
     if convention.mode == "bytes":
         return TransfoXLTokenizer.from_symbols(map(str, found), mode="bytes")
     symbols = bytes(found).decode("latin-1").replace(" ", "_")

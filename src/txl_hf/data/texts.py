@@ -255,9 +255,7 @@ def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, i
         text: name of the text in the message.
     """
     passed, unknown = characters_without_tokens(tokenizer, lines)
-    found = {}
     if passed:
-        found[PASSED] = passed.total()
         often = ", ".join(f"{char!r} ({count:,})" for char, count in passed.most_common(6))
         print(
             f"{text}: {passed.total():,} characters have no token and are passed over: {often}. Where they are more "
@@ -265,13 +263,12 @@ def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, i
             file=sys.stderr,
         )
     if unknown:
-        found[UNKNOWN] = unknown
         print(
             f"{text}: {tokenizer.unk_token} stands for {unknown:,} characters, of what the vocabulary lacks. Where "
             "they are more than a thousandth, no figure per character is given",
             file=sys.stderr,
         )
-    return found
+    return {name: count for name, count in ((PASSED, passed.total()), (UNKNOWN, unknown)) if count}
 
 
 def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Counter[str], int]:

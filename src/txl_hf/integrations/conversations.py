@@ -146,23 +146,18 @@ class Turns:
     """A lock that threads hold in the order in which they wait for it."""
 
     def __init__(self):
-        self._guard = threading.Lock()
-        self._queue: deque[threading.Lock] = deque()
+        self._next, self._queue = threading.Condition(), deque[object]()
 
     def __enter__(self):
-        turn = threading.Lock()
-        turn.acquire()
-        with self._guard:
+        turn = object()
+        with self._next:
             self._queue.append(turn)
-            if len(self._queue) == 1:
-                return
-        turn.acquire()
+            self._next.wait_for(lambda: self._queue[0] is turn)
 
     def __exit__(self, *_):
-        with self._guard:
+        with self._next:
             self._queue.popleft()
-            if self._queue:
-                self._queue[0].release()
+            self._next.notify_all()
 
     @property
     def are_wanted(self) -> bool:

@@ -7,4 +7,4 @@ This wing imports `transfo_xl` and nothing else of the package. Importing it let
 from ..transfo_xl.tokenization_transfo_xl_backend import VOCABULARY_READERS
 from .vocabulary import read_vocab_pickle
 
-VOCABULARY_READERS.update({"vocab.pkl": read_vocab_pickle, "vocab.bin": read_vocab_pickle})
+VOCABULARY_READERS["pickle"] = read_vocab_pickle

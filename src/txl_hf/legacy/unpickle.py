@@ -289,7 +289,7 @@ _CONSTANTS = frozenset(
     " SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8".split()
 )
 _MARK: Any = object()
-# Instructions that push a new value; the instructions of the framing, `_IGNORED`, change nothing.
+# Instructions that push a new value.
 _PUSHED: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None,
     "NEWTRUE": lambda: True,
@@ -300,17 +300,12 @@ _PUSHED: dict[str, Callable[[], Any]] = {
     "EMPTY_DICT": dict,
     "EMPTY_SET": set,
 }
-_IGNORED = ("PROTO", "FRAME")
 # Instructions whose constant may be long: it begins with its length, in this many bytes.
 _LENGTHS = {"BINSTRING": 4, "BINBYTES": 4, "BINUNICODE": 4, "BINBYTES8": 8, "BYTEARRAY8": 8, "BINUNICODE8": 8}
 _LONG_CONSTANT = Name("builtins", "bytes")
 
 
-@functools.lru_cache(maxsize=1024)
-def _is_known(name: str) -> bool:
-    return _KNOWN.fullmatch(name) is not None
-
-
+_known = functools.lru_cache(maxsize=1024)(_KNOWN.fullmatch)
 _Instructions: TypeAlias = dict[int, tuple[str, Callable | None, Callable | None, int | None]]
 
 
@@ -336,8 +331,6 @@ def _instructions(kind: type["Machine"]) -> _Instructions:
         method = getattr(kind, "push_new" if name in _CONSTANTS else f"op_{name.lower()}", None)
         if name in _PUSHED:
             method = functools.partial(_push, _PUSHED[name])
-        elif name in _IGNORED:
-            method = _ignore
         reader = opcode.arg.reader if opcode.arg is not None else None
         table[ord(opcode.code)] = (name, _read_string if name == "STRING" else reader, method, _LENGTHS.get(name))
     return table
@@ -345,10 +338,6 @@ def _instructions(kind: type["Machine"]) -> _Instructions:
 
 def _push(make: Callable[[], Any], machine: "Machine", _: Any) -> None:
     machine.push_new(make())
-
-
-def _ignore(_machine: "Machine", _: Any) -> None:
-    pass
 
 
 class Machine:
@@ -505,6 +494,11 @@ class Machine:
             values.append(value)
         raise UnsafePickleError("a mark is missing")
 
+    def op_proto(self, _: Any) -> None:
+        """Nothing, as the other instruction of the framing."""
+
+    op_frame = op_proto
+
     def op_pop(self, _: Any) -> None:
         self.stack.pop()
 
@@ -606,7 +600,7 @@ class Machine:
 
     def name(self, module: str, name: str) -> None:
         module = "builtins" if module == "__builtin__" else module
-        if len(module) + len(name) > 200 or "." in name or not _is_known(f"{module}.{name}"):
+        if len(module) + len(name) > 200 or "." in name or _known(f"{module}.{name}") is None:
             raise UnsafePickleError(
                 f"it holds {shown(module)}.{shown(name)}, which is no part of a checkpoint or vocabulary; nothing was "
                 "run"

@@ -28,8 +28,7 @@ def read_vocab_pickle(path: str | os.PathLike) -> list[str]:
         if symbols is None and isinstance(state.get("sym2idx"), dict):
             symbols = order_symbols(state["sym2idx"], str(path))
         if isinstance(symbols, list):
-            check_symbols(symbols, str(path))
-            return repair_symbols(symbols)
+            return repair_symbols(check_symbols(symbols, str(path)))
         found = f"a dict with the keys {[shown(key) for key in islice(state, 8)]}"
     raise ValueError(f"{path}: holds {found}, not a legacy vocabulary, which is a dict with idx2sym or sym2idx.")
 

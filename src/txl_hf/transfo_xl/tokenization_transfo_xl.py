@@ -11,14 +11,9 @@ becomes symbols:
 | `"characters"` | one symbol a character | text8 |
 | `"bytes"` | one symbol a UTF-8 byte | enwik8 |
 
-Ways to get one:
-
-* `TransfoXLTokenizer.from_pretrained(folder)`: a folder saved by this class, or a legacy one with `vocab.pkl`,
-  `vocab.bin` or `vocab.txt`. Nothing in a pickle is ever executed. Tokens that were added to a legacy vocabulary
-  (`added_tokens.json`, `added_tokens_decoder`) keep their ids; `<formula>` of mode `"moses"` follows them.
-* `TransfoXLTokenizer.from_symbols(symbols, mode=...)`: an ordered list, the original vocabularies' `idx2sym`.
-* `TransfoXLTokenizer.train_from_iterator(lines, mode=..., min_freq=..., max_size=...)`: a vocabulary by frequency.
-* `tokenizer.train_new_from_iterator(lines, vocab_size)`: the same with this tokenizer's mode and specials.
+`from_pretrained` reads a folder saved by this class, or a legacy one with `vocab.pkl`, `vocab.bin` or `vocab.txt`,
+whose pickles are never executed and whose added tokens (`added_tokens.json`, `added_tokens_decoder`) keep their ids;
+`<formula>` of mode `"moses"` follows them. `from_symbols` and `train_from_iterator` make new ones.
 
 `encode_lines` and `encode_file` give one long array of ids for training, with an `<eos>` per line on request. With
 `line_ends=True`, calling the tokenizer gives the same.
@@ -71,12 +66,6 @@ _TRAINING_SPECIALS: dict[str, dict[str, str | None]] = {
 
 # Arguments in files of the legacy tokenizer that are ignored here.
 _LEGACY_ARGUMENTS = ("special", "min_freq", "max_size", "do_lower_case", "never_split")
-# Attributes of the legacy tokenizer, and what replaces them here.
-_RENAMED = {
-    "get_sym": "convert_ids_to_tokens",
-    "get_idx": "convert_tokens_to_ids",
-    "counter": "collections.Counter over tokenize(text), as nothing is counted here",
-}
 # Joiners of text that the Moses rules, or WikiText's, have split already.
 _JOINED = re.compile(" @[-,.]@ ")
 
@@ -103,6 +92,10 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             as `add_eos_token` in mode `"lm1b"`, and `False` in others.
         add_eos_token (`bool`, *optional*): end every encoded text with `eos_token`. Defaults to what was saved, else
             to `False` (`True` in mode `"lm1b"`, whose texts also start with it).
+        vocab (`list[str]`, *optional*): the symbols in the order of the ids, as for `from_symbols`.
+        as_published (`bool`, *optional*, defaults to `True`): read an alphabet as the originals' data is written. One
+            with `_` and no space (text8) reads and writes a space as `_`; one of bytes without byte 10 (enwik8) skips
+            line ends.
         kwargs: as for any fast tokenizer, among them `tokenizer_file`, a tokenizer.json, and `tokenizer_object`, a
             tokenizer of the `tokenizers` library, which is copied. `pad_token` defaults to `eos_token`,
             `padding_side` to `"left"`, which is what generation needs. `model_max_length` defaults to no limit: the
@@ -136,38 +129,39 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         line_ends: bool | None = None,
         add_eos_token: bool | None = None,
         add_bos_token: bool | None = None,
+        vocab: list[str] | None = None,
+        as_published: bool = True,
         **kwargs,
     ):
-        for name in _LEGACY_ARGUMENTS:
-            kwargs.pop(name, None)
-        if kwargs.pop("delimiter", None) == "":
-            mode = "characters"
         if mode is not None:
             check_mode(mode)
-        if (language := kwargs.pop("language", "en")) != "en":
-            raise ValueError(
-                f"language={language!r} is not supported: the Moses rules here are English, language='en'"
-            )
         given, tokenizer_file = kwargs.pop("tokenizer_object", None), kwargs.pop("tokenizer_file", None)
-        torch_file = kwargs.pop("pretrained_vocab_file_torch", None)
-        if given is None and tokenizer_file is None:
+        is_new, added = given is None and tokenizer_file is None, {}
+        if is_new:
             mode, lower_case = mode or "moses", bool(lower_case)
-            symbols = _read_symbols(pretrained_vocab_file or torch_file, vocab_file)
+            files = (pretrained_vocab_file, vocab_file)
+            symbols = read_vocabulary(*files) if vocab is None else check_symbols(vocab, "symbols")
             unk_token, eos_token = _defaults(unk_token, eos_token, mode, set(symbols))
-            backend = _published_backend(symbols, mode, lower_case, unk_token, eos_token, kwargs)
+            if mode == "moses" and (vocab is None or "<formula>" in symbols) and not _extra_tokens(kwargs):
+                kwargs["extra_special_tokens"] = ["<formula>"]
+            specials = _specials(eos_token, unk_token, kwargs, None if vocab is None else symbols)
+            added = _added_tokens(kwargs.get("added_tokens_decoder"), specials, mode)
+            kwargs["added_tokens_decoder"] = added
+            words = [token for token in added.values() if not token.special]
+            backend = build_backend(symbols, mode, lower_case, unk_token, specials, words, as_published)
         else:
             # A copy of `tokenizer_object`, because steps are set below.
             backend = Tokenizer.from_file(str(tokenizer_file)) if given is None else deepcopy(given)
             mode, lower_case = _steps_of(backend, mode, lower_case, tokenizer_file or "tokenizer_object")
             unk_token, eos_token = _defaults(unk_token, eos_token, mode, backend.get_vocab())
-        _set_unknown(backend, unk_token)
-        _set_line_ends(backend, mode, lower_case, eos_token, line_ends)
+            specials = [str(token) for token in backend.get_added_tokens_decoder().values() if token.special]
+            _set_unknown(backend, unk_token)
+        _set_line_ends(backend, mode, lower_case, specials, eos_token, line_ends)
         if mode == "lm1b":
             kwargs.setdefault("bos_token", eos_token)
         kwargs.setdefault("pad_token", eos_token)
         # Set explicitly, so that it is saved for other classes too.
         kwargs.setdefault("padding_side", self.padding_side)
-        is_new = backend.post_processor is None
         begins, ends = (mode == "lm1b",) * 2 if is_new else _added_around(backend)
         kwargs["add_eos_token"] = ends if add_eos_token is None else add_eos_token
         # By default a mark at the beginning goes with one at the end, because lm1b's sentences have both.
@@ -178,6 +172,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         # Not passed on as `tokenizer_object`, because a copy takes as long as reading a large vocabulary.
         self._tokenizer = backend
         super().__init__(mode=mode, lower_case=lower_case, unk_token=unk_token, eos_token=eos_token, **kwargs)
+        _check_added(backend, added)
         # Not saved, because the source of loading is no property of a tokenizer.
         for name in ("is_local", "local_files_only"):
             self.init_kwargs.pop(name, None)
@@ -202,23 +197,31 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         """The id of each of the `symbols`, under the legacy tokenizer's name."""
         return {symbol: index for index, symbol in enumerate(self.symbols)}
 
-    def __getattr__(self, name: str):
-        if name in _RENAMED:
-            raise AttributeError(f"TransfoXLTokenizer has no {name}: use {_RENAMED[name]}")
-        return super().__getattr__(name)
-
     def add_tokens(self, new_tokens, special_tokens: bool = False) -> int:
         """As for any tokenizer; in mode `"moses"`, strings match words as they are written."""
         new_tokens = new_tokens if isinstance(new_tokens, list | tuple) else [new_tokens]
-        if not special_tokens and "mode" in self.init_kwargs:
+        if not special_tokens:
             # An AddedToken stays as it is, because its `normalized` decides the match.
             new_tokens = [as_written(token, self.mode) if isinstance(token, str) else token for token in new_tokens]
         return super().add_tokens(new_tokens, special_tokens=special_tokens)
 
     @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs) -> dict:
-        """Passes the files on to `__init__` as they are, because that reads every format."""
-        return kwargs
+        """The arguments of `__init__`, which reads every format of file, from those that were saved, legacy ones too.
+
+        Raises:
+            ValueError: the legacy tokenizer's rules were those of another language than English.
+        """
+        for name in _LEGACY_ARGUMENTS:
+            kwargs.pop(name, None)
+        if kwargs.pop("delimiter", None) == "":
+            kwargs["mode"] = "characters"
+        if (language := kwargs.pop("language", "en")) != "en":
+            raise ValueError(
+                f"language={language!r} is not supported: the Moses rules here are English, language='en'"
+            )
+        torch_file = kwargs.pop("pretrained_vocab_file_torch", None)
+        return kwargs | {"pretrained_vocab_file": kwargs.get("pretrained_vocab_file") or torch_file}
 
     @classmethod
     def from_symbols(
@@ -234,9 +237,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
 
         Args:
             symbols (`Iterable[str]`): the vocabulary in the order of the ids, as the originals' `idx2sym`. In mode
-                `"bytes"` a symbol is a byte's decimal number, `"0"` … `"255"`. A `"characters"` vocabulary with `_`
-                and no space (text8) reads and writes a space as `_`; a `"bytes"` one without byte 10 (enwik8) skips
-                line ends: both as in the originals' data.
+                `"bytes"` a symbol is a byte's decimal number, `"0"` … `"255"`.
             mode, lower_case, unk_token, eos_token, kwargs: as for the class.
 
         Raises:
@@ -244,26 +245,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
                 defaults is not among them, or a keyword is misspelt.
         """
         _check_keywords(cls.from_symbols, kwargs)
-        return cls._assemble(list(symbols), mode, lower_case, True, unk_token=unk_token, eos_token=eos_token, **kwargs)
-
-    @classmethod
-    def _assemble(
-        cls, symbols: list, mode: str, lower_case: bool, as_published: bool, unk_token=None, eos_token=None, **kwargs
-    ) -> "TransfoXLTokenizer":
-        check_mode(mode)
-        check_symbols(symbols, "symbols")
-        vocabulary = set(symbols)
-        unk_token, eos_token = _defaults(unk_token, eos_token, mode, vocabulary)
-        specials = [eos_token, unk_token, kwargs.get("bos_token"), kwargs.get("pad_token")]
-        for token in specials:
-            if token is not None and str(token) not in vocabulary:
-                raise ValueError(f"special token {str(token)!r} is not one of the {len(symbols)} symbols")
-        if mode == "moses" and "<formula>" in vocabulary:
-            kwargs.setdefault("extra_special_tokens", ["<formula>"])
-        specials += _extra_tokens(kwargs.get("extra_special_tokens"))
-        backend = build_backend(symbols, mode, lower_case, unk_token, specials, as_published=as_published)
-        kwargs |= {"mode": mode, "lower_case": lower_case, "unk_token": unk_token, "eos_token": eos_token}
-        return cls(tokenizer_object=backend, **kwargs)
+        given = (mode, lower_case, unk_token, eos_token)
+        return cls(None, None, *given, vocab=list(symbols), **kwargs)
 
     @classmethod
     def train_from_iterator(
@@ -305,7 +288,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             raise ValueError(f"min_freq={min_freq} must be at least 0 and max_size={max_size} at least 1 (or None)")
         kwargs = {**_TRAINING_SPECIALS[mode], **kwargs}
         named = [kwargs.get(name) for name in ("eos_token", "bos_token", "unk_token", "pad_token")]
-        extra = _extra_tokens(kwargs.get("extra_special_tokens"))
+        extra = _extra_tokens(kwargs)
         specials = list(dict.fromkeys(str(token) for token in (*named, *extra) if token is not None))
         if vocab_size is not None and vocab_size <= len(specials):
             raise ValueError(f"vocab_size={vocab_size} leaves no room beside the special tokens {specials}")
@@ -322,7 +305,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         eos_token = str(kwargs["eos_token"])
         first = [token for token in specials if token not in counted or token == eos_token]
         symbols = list(dict.fromkeys([*first, *frequent]))
-        return cls._assemble(symbols, mode, lower_case, False, **kwargs)
+        return cls(vocab=symbols, mode=mode, lower_case=lower_case, as_published=False, **kwargs)
 
     def train_new_from_iterator(
         self,
@@ -338,16 +321,9 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         sides of padding and truncation and greatest length.
 
         Args:
-            text_iterator (`Iterable[str | list[str]]`): as `lines` of `train_from_iterator`.
-            vocab_size (`int`, *optional*): the vocabulary's largest size, special tokens included.
-            length (`int`, *optional*): ignored, for compatibility.
-            new_special_tokens (`list[str | AddedToken]`, *optional*): more special tokens.
-            special_tokens_map (`dict[str, str]`, *optional*): new names for special tokens.
-            min_freq (`int`, defaults to 0): leave out symbols that occur less often.
+            text_iterator, vocab_size, min_freq: as `lines` and others of `train_from_iterator`, with its errors.
+            length, new_special_tokens, special_tokens_map: as in transformers; `length` is not needed.
             kwargs: arguments that differ from this tokenizer's, such as `model_max_length` or `mode`.
-
-        Raises:
-            ValueError: as for `train_from_iterator`.
         """
         rename = special_tokens_map or {}
         named = {name: rename.get(token, token) for name, token in self.special_tokens_map.items()}
@@ -358,18 +334,9 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         if "eos_token" in kwargs:
             # Special tokens equal to the old `eos_token`, such as `pad_token`, are dropped with it.
             specials = {name: token for name, token in specials.items() if token != specials["eos_token"]}
-        kept = ("chat_template", "padding_side", "truncation_side", "model_max_length")
-        options = {
-            "mode": self.mode,
-            "lower_case": self.lower_case,
-            "line_ends": self.line_ends,
-            "add_bos_token": self.add_bos_token,
-            "add_eos_token": self.add_eos_token,
-            "extra_special_tokens": extra,
-            "model_specific_special_tokens": named,
-            **specials,
-            **{name: getattr(self, name) for name in kept},
-        }
+        kept = "mode lower_case line_ends add_bos_token add_eos_token chat_template padding_side truncation_side"
+        options = {name: getattr(self, name) for name in (*kept.split(), "model_max_length")}
+        options |= {"extra_special_tokens": extra, "model_specific_special_tokens": named, **specials}
         if kwargs.get("mode", self.mode) != self.mode:
             # Another mode has its own defaults for the ends of texts and lines, and for special tokens that are None.
             ends = ("line_ends", "add_bos_token", "add_eos_token")
@@ -412,13 +379,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         return [BYTE_SYMBOLS.get(symbol, symbol) for symbol in ordered] if self.mode == "bytes" else ordered
 
     def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False, **kwargs) -> list[str]:
-        """The symbols of a text as they are written, known to the vocabulary or not (`encode` has the ids).
-
-        Args:
-            text (`str`): the text.
-            pair (`str`, *optional*): a second text, whose symbols follow.
-            add_special_tokens (`bool`, defaults to `False`): add the tokens of `add_bos_token` and `add_eos_token`.
-            kwargs: as for a call.
+        """The symbols of a text as they are written, known to the vocabulary or not; arguments are those of a call.
 
         Raises:
             ValueError: `text` is no string.
@@ -474,14 +435,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64)
 
     def encode_file(self, path, add_eos: bool | None = None) -> np.ndarray:
-        """The ids of a UTF-8 text file, as `encode_lines` over its lines.
-
-        As in `txl-prepare`, a byte-order mark is skipped, and a carriage return ends a line like a line feed. Mode
-        `"bytes"` keeps all bytes of the text, which must be UTF-8 too.
-
-        Args:
-            path (`str` or `os.PathLike`): the file.
-            add_eos (`bool`, *optional*): as for `encode_lines`.
+        """The ids of a text file, as `encode_lines` over its lines: (N,) int64. As in `txl-prepare`, a byte-order mark
+        is skipped, and a carriage return ends a line like a line feed, but mode `"bytes"` keeps all bytes.
 
         Raises:
             ValueError: as for `encode_lines`, or the file is not UTF-8.
@@ -493,21 +448,14 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
                 raise ValueError(f"{path} is no text in UTF-8: {error}") from None
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
-        """Writes the symbols as `vocab.txt`, one a line in the order of the ids.
-
-        Args:
-            save_directory (`str`): an existing folder.
-            filename_prefix (`str`, *optional*): what the file's name starts with.
-
-        Raises:
-            ValueError: a symbol is white space, which such a file cannot hold.
+        """Writes the symbols as `vocab.txt`, one a line in the order of the ids. Raises a ValueError for a symbol of
+        white space, which such a file cannot hold.
         """
-        symbols = self.symbols
-        if blank := [symbol for symbol in symbols if symbol.split() != [symbol]]:
+        if blank := [symbol for symbol in self.symbols if symbol.split() != [symbol]]:
             raise ValueError(f"vocab.txt cannot hold the symbol {blank[0]!r}; save_pretrained writes tokenizer.json")
         name = (filename_prefix + "-" if filename_prefix else "") + self.vocab_files_names["vocab_file"]
         path = Path(save_directory) / name
-        path.write_text("".join(f"{symbol}\n" for symbol in symbols), encoding="utf-8")
+        path.write_text("".join(f"{symbol}\n" for symbol in self.symbols), encoding="utf-8")
         return (str(path),)
 
     def _encode_plus(self, text, *args, **kwargs):
@@ -549,36 +497,34 @@ def _check_keywords(call: Callable, keywords: Iterable[str]) -> None:
             raise ValueError(f"TransfoXLTokenizer.{call.__name__} has no keyword {name}; did you mean {near[0]}?")
 
 
-def _read_symbols(pickle_file, text_file) -> list[str]:
-    if pickle_file is not None:
-        return read_vocabulary(pickle_file, "vocab.pkl")
-    if text_file is not None:
-        return read_vocabulary(text_file, "vocab.txt")
-    raise ValueError(
-        "TransfoXLTokenizer needs a vocabulary: tokenizer.json or a legacy vocab.pkl, .bin or .txt; "
-        "build one with TransfoXLTokenizer.train_from_iterator or .from_symbols"
-    )
+def _specials(eos_token, unk_token, kwargs: dict, symbols: list[str] | None) -> list[str]:
+    """The special tokens of a new tokenizer; `symbols` have the named ones, unless they are None: of a legacy file."""
+    named = [eos_token, unk_token]
+    if symbols is not None:
+        # Those of a legacy vocabulary may be outside of it, and were words to its detokeniser.
+        named += [kwargs.get("bos_token"), kwargs.get("pad_token")]
+    specials = [str(token) for token in named if token is not None]
+    if symbols is not None and (strange := [token for token in specials if token not in symbols]):
+        raise ValueError(f"special token {strange[0]!r} is not one of the {len(symbols)} symbols")
+    return [*specials, *map(str, _extra_tokens(kwargs))]
 
 
-def _published_backend(symbols: list, mode: str, lower_case: bool, unk_token, eos_token, kwargs: dict) -> Tokenizer:
-    """The tokenizer of a legacy vocabulary, with the tokens in `kwargs` that were added to it."""
-    if mode == "moses" and not kwargs.get("additional_special_tokens"):
-        kwargs.setdefault("extra_special_tokens", ["<formula>"])
-    extra = _extra_tokens(kwargs.get("extra_special_tokens") or kwargs.get("additional_special_tokens"))
-    added = dict(sorted((kwargs.pop("added_tokens_decoder", None) or {}).items()))
-    specials = (eos_token, unk_token, *extra)
-    backend = build_backend(symbols, mode, lower_case, unk_token, specials, as_published=True, added=added.values())
-    _check_added(backend, added, len(symbols))
-    return backend
+def _added_tokens(given: dict[int, AddedToken] | None, specials: list[str], mode: str) -> dict[int, AddedToken]:
+    """Tokens that were added to a legacy vocabulary, by their ids, as they are looked for in a text."""
+    return {
+        index: AddedToken(str(token), special=True) if str(token) in specials else as_written(token, mode)
+        for index, token in (given or {}).items()
+    }
 
 
-def _check_added(backend: Tokenizer, added: dict[int, AddedToken], size: int) -> None:
+def _check_added(backend: Tokenizer, added: dict[int, AddedToken]) -> None:
     for index, token in added.items():
         if (found := backend.token_to_id(str(token))) != index:
             raise ValueError(
                 f"the added token {str(token)!r} has id {index} in added_tokens.json or added_tokens_decoder but "
-                f"would get {found}: a symbol of the vocabulary keeps its id, others follow its {size} without a gap; "
-                f"without that entry in the file, {str(token)!r} is {found}"
+                f"would get {found}: a symbol of the vocabulary keeps its id, others follow its "
+                f"{backend.get_vocab_size(with_added_tokens=False)} without a gap; without that entry in the file, "
+                f"{str(token)!r} is {found}"
             )
 
 
@@ -629,21 +575,26 @@ def _line_end(backend: Tokenizer) -> str | None:
     return backend.normalizer.normalize_str("a\na").removeprefix("a").removesuffix("a").strip() or None
 
 
-def _set_line_ends(backend: Tokenizer, mode: str, lower_case: bool, eos_token, line_ends: bool | None) -> None:
+def _set_line_ends(
+    backend: Tokenizer, mode: str, lower_case: bool, specials: list[str], eos_token, line_ends: bool | None
+) -> None:
     """Set whether line feeds become `eos_token`; None: unchanged."""
-    if line_ends is None or _line_end(backend) == (str(eos_token) if line_ends else None):
-        return
-    specials = [str(token) for token in backend.get_added_tokens_decoder().values() if token.special]
-    if not line_ends:
-        set_steps(backend, mode, lower_case, specials)
+    line_end = str(eos_token) if line_ends else None
+    if line_ends is None or _line_end(backend) == line_end:
         return
     # `eos_token` must be one of the symbols, because added tokens are matched in the raw text, where a line ends with
     # a line feed instead.
     known = eos_token is not None and backend.model.token_to_id(str(eos_token)) is not None
-    if mode in LINE_END_MODES and not known:
+    if line_ends and mode in LINE_END_MODES and not known:
         given = None if eos_token is None else str(eos_token)
         raise ValueError(f"line_ends=True needs an eos_token among the symbols, which eos_token={given!r} is not")
-    set_steps(backend, mode, lower_case, list(dict.fromkeys([*specials, str(eos_token)])), str(eos_token))
+    set_steps(
+        backend,
+        mode,
+        lower_case,
+        [*specials, *([line_end] if line_ends and line_end not in specials else [])],
+        line_end,
+    )
 
 
 def _added_around(backend: Tokenizer) -> tuple[bool, bool]:
@@ -654,7 +605,8 @@ def _added_around(backend: Tokenizer) -> tuple[bool, bool]:
     return any("SpecialToken" in part for part in before), any("SpecialToken" in part for part in behind)
 
 
-def _extra_tokens(extra: dict | list | tuple | None) -> list:
+def _extra_tokens(kwargs: dict) -> list:
+    extra = kwargs.get("extra_special_tokens") or kwargs.get("additional_special_tokens")
     # A dict gives each token a name, `{"image_token": "<img>"}`.
     return list(extra.values()) if isinstance(extra, dict) else list(extra or ())
 

@@ -22,12 +22,11 @@ MODES = (*WORD_MODES, "characters", "bytes")
 HALVES = re.compile("[\ud800-\udfff]")
 
 
-def check_symbols(symbols: list, source: str) -> None:
-    """Raises ValueError unless a vocabulary has symbols, strings of whole characters, each of them once.
+def check_symbols(symbols: list, source: str) -> list[str]:
+    """The symbols of a vocabulary; `source` is where they come from, for the error.
 
-    Args:
-        symbols (`list`): the vocabulary in the order of the ids.
-        source (`str`): where it comes from, for the error.
+    Raises:
+        ValueError: there are none, or one is no string of whole characters, or occurs twice.
     """
     if not symbols:
         raise ValueError(f"{source}: the vocabulary is empty.")
@@ -39,6 +38,7 @@ def check_symbols(symbols: list, source: str) -> None:
     if len(set(symbols)) < len(symbols):
         symbol, count = Counter(symbols).most_common(1)[0]
         raise ValueError(f"{source}: the symbol {symbol!r:.60} occurs {count} times; every symbol has one id.")
+    return symbols
 
 
 def read_vocab_text(path: str | PathLike) -> list[str]:
@@ -52,28 +52,32 @@ def read_vocab_text(path: str | PathLike) -> list[str]:
         text = Path(path).read_text(encoding="utf-8-sig")  # a byte-order mark is no part of the first symbol
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a UTF-8 text file with one symbol a line.") from error
-    symbols = list(dict.fromkeys(words[0] for line in text.split("\n") if (words := line.split())))
-    check_symbols(symbols, str(path))
-    return symbols
+    words = (line.split() for line in text.split("\n"))
+    return check_symbols(list(dict.fromkeys(line[0] for line in words if line)), str(path))
 
 
-# Readers of old vocabularies, by the name of the file. The installed package adds those of `vocab.pkl` and
-# `vocab.bin`, which are pickles.
-VOCABULARY_READERS: dict[str, Callable[[str | PathLike], list[str]]] = {"vocab.txt": read_vocab_text}
+# Readers of old vocabularies. The installed package adds that of pickles, `vocab.pkl` and `vocab.bin`.
+VOCABULARY_READERS: dict[str, Callable[[str | PathLike], list[str]]] = {"text": read_vocab_text}
 
 
-def read_vocabulary(path: str | PathLike, name: str) -> list[str]:
-    """The symbols of an old vocabulary in the order of the ids; `name` is a key of `VOCABULARY_READERS`.
+def read_vocabulary(pickle_file: str | PathLike | None, text_file: str | PathLike | None) -> list[str]:
+    """The symbols of the one of two legacy files that is given, in the order of the ids.
 
     Raises:
-        ValueError: the file cannot be read, or only by the package, which is not imported.
+        ValueError: neither is given, or the file cannot be read, a pickle only by the package, which is not imported.
     """
-    if name not in VOCABULARY_READERS:
+    kind, path = ("text", text_file) if pickle_file is None else ("pickle", pickle_file)
+    if path is None:
+        raise ValueError(
+            "TransfoXLTokenizer needs a vocabulary: tokenizer.json or a legacy vocab.pkl, .bin or .txt; "
+            "build one with TransfoXLTokenizer.train_from_iterator or .from_symbols"
+        )
+    if kind not in VOCABULARY_READERS:
         raise ValueError(
             f"{path} is a pickle, which the code beside a model does not read: pip install txl-hf and import txl_hf, "
             "which reads it without running it; save_pretrained then writes tokenizer.json in its place"
         )
-    return VOCABULARY_READERS[name](path)
+    return VOCABULARY_READERS[kind](path)
 
 
 def check_mode(mode: str) -> None:
@@ -82,13 +86,14 @@ def check_mode(mode: str) -> None:
         raise ValueError(f"mode={mode!r} is unknown; it is one of {', '.join(map(repr, MODES))}")
 
 
-def open_lines(path: str | PathLike, mode: str | None) -> TextIOBase:
+def open_lines(path: str | PathLike, mode: str | None, opener: Callable = open) -> TextIOBase:
     """A UTF-8 text file, opened to be read line by line as a mode needs it (None: another kind of tokenizer).
 
     A byte-order mark, which editors and Project Gutenberg put at the beginning, is skipped, and a carriage return ends
-    a line like a line feed. Mode `"bytes"` keeps all bytes, and line feeds alone end lines.
+    a line like a line feed. Mode `"bytes"` keeps all bytes, and line feeds alone end lines. `opener` has the arguments
+    of `open`, as `gzip.open` has.
     """
-    return open(path, encoding="utf-8" if mode == "bytes" else "utf-8-sig", newline=_newline(mode))
+    return opener(path, "rt", encoding="utf-8" if mode == "bytes" else "utf-8-sig", newline=_newline(mode))
 
 
 def lines_of(text: str, mode: str | None) -> list[str]:
@@ -105,69 +110,49 @@ def build_backend(
     mode: str,
     lower_case: bool,
     unk_token,
-    specials,
+    specials: Iterable = (),
+    added: Iterable = (),
     as_published: bool = False,
-    added: Iterable[AddedToken] = (),
 ) -> Tokenizer:
-    """A tokenizer of the `tokenizers` library whose symbol `symbols[i]` has id i.
+    """A tokenizer of the `tokenizers` library whose symbol `symbols[i]` has id i, with the steps of a mode.
 
     Args:
-        symbols, mode, lower_case, unk_token: as for `TransfoXLTokenizer.from_symbols`.
-        specials: the special tokens, None among them skipped; those that are no symbols get ids after the symbols.
-        as_published: read a given alphabet as the originals wrote their data, `_` for a space and lines without ends.
-        added: tokens that were added to the vocabulary, special ones among them, in the order of their ids, which come
-            before those of other special tokens.
+        symbols, mode, lower_case, unk_token, as_published: as for `TransfoXLTokenizer`.
+        specials: the special tokens, which the steps leave whole. None of them is added to the vocabulary.
+        added: other tokens that were added to it, which the decoder leaves apart.
 
     Raises:
         ValueError: in mode `"bytes"`, a symbol is neither a byte's number nor a special token.
     """
-    names = symbols
-    if mode == "bytes":
-        names = [_byte_character(symbol, specials) for symbol in symbols]
+    specials = [str(token) for token in specials]
+    names = [_byte_character(symbol, specials) for symbol in symbols] if mode == "bytes" else symbols
     vocabulary = {name: index for index, name in enumerate(names)}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="" if unk_token is None else str(unk_token)))
-    specials, added = [token for token in specials if token is not None], list(added)
-    special_names = set(map(str, specials))
-    outside = [name for name in map(str, specials) if name not in vocabulary]
-    outside += [str(token) for token in added if not token.special and str(token) not in special_names]
-    steps = []
     backend.pre_tokenizer = _pre_tokenizer(mode)
+    last = []
     if mode == "moses":
-        backend.decoder = moses_decoder(symbols, outside)
+        outside = {*specials} - vocabulary.keys() | {*map(str, added)}
+        backend.decoder = moses_decoder(symbols, sorted(outside))
     elif mode == "characters":
         backend.decoder = decoders.Fuse()
         if as_published and "_" in vocabulary and " " not in vocabulary:
-            steps.append(normalizers.Replace(" ", "_"))
+            last = [normalizers.Replace(" ", "_")]
             backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("_", " ")])
     elif mode == "bytes":
-        if as_published and _BYTE_CHARACTERS["10"] not in vocabulary:
-            steps.append(normalizers.Replace("\n", ""))
         backend.decoder = decoders.ByteLevel()
-    set_steps(backend, mode, lower_case, specials, last=steps)
-    special = {
-        str(token): token if isinstance(token, AddedToken) else AddedToken(token, normalized=False)
-        for token in specials
-    }
-    for token in added:
-        if str(token) in special:
-            backend.add_special_tokens([special[str(token)]])
-        else:
-            backend.add_tokens([as_written(token, mode)])
-    backend.add_special_tokens(list(special.values()))
+        if as_published and _BYTE_CHARACTERS["10"] not in vocabulary:
+            last = [normalizers.Replace("\n", "")]
+    set_steps(backend, mode, lower_case, specials, last=last)
     return backend
 
 
-def as_written(token: str | AddedToken, mode: str | None) -> str | AddedToken:
-    """An added token that matches a text as it is written; in mode `"moses"`, whose rules change text and tokens.
+def as_written(token: str | AddedToken, mode: str) -> AddedToken:
+    """An added token that in mode `"moses"`, whose rules change text and tokens, matches a text as it is written.
 
     The library would normalise the token as a text of its own, `co.` to `co .`, but within a text `co.` stays.
     """
-    if mode != "moses":
-        return token
-    options = (
-        {} if isinstance(token, str) else {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip")}
-    )
-    return AddedToken(str(token), normalized=False, special=False, **options)
+    token = AddedToken(token) if isinstance(token, str) else token
+    return AddedToken(**token.__getstate__() | {"normalized": False}) if mode == "moses" else token
 
 
 def set_steps(
@@ -240,10 +225,10 @@ _BYTE_CHARACTERS = _byte_characters()
 BYTE_SYMBOLS = {character: byte for byte, character in _BYTE_CHARACTERS.items()}
 
 
-def _byte_character(symbol: str, specials) -> str:
+def _byte_character(symbol: str, specials: list[str]) -> str:
     if symbol in _BYTE_CHARACTERS:
         return _BYTE_CHARACTERS[symbol]
-    if symbol in map(str, specials):
+    if symbol in specials:
         return symbol
     raise ValueError(f"symbols: {symbol!r} is no byte; in mode 'bytes' a symbol is a decimal number '0' … '255'")
 
@@ -265,12 +250,6 @@ def spelling_backend(backend: Tokenizer) -> Tokenizer:
     return speller
 
 
-def specials_pattern(specials: Iterable[str]) -> re.Pattern:
-    """A pattern whose `split` gives text and special tokens in turn; longer special tokens match first."""
-    longest_first = sorted(specials, key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-
-
 def count_symbols(lines, mode: str, lower_case: bool, specials: list[str]) -> Counter:
     """How often each symbol, each special token too, occurs in lines or batches of lines."""
     backend = build_backend([], mode, lower_case, None, specials)
@@ -283,7 +262,8 @@ def count_symbols(lines, mode: str, lower_case: bool, specials: list[str]) -> Co
     }
     split = splitters[mode]
     lower = normalizers.Lowercase().normalize_str if lower_case else str
-    between = specials_pattern(specials)
+    # `split` gives text and special tokens in turn; longer special tokens match first.
+    between = re.compile(f"({'|'.join(map(re.escape, sorted(specials, key=len, reverse=True))) or '(?!)'})")
     counter: Counter[str] = Counter()
     for line in chain.from_iterable(map(flatten, lines)):
         for index, part in enumerate(between.split(line)):
