@@ -41,7 +41,7 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (22_554, 17_500),
+    "lines installed": (22_264, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
     "lines of the Hub set": (6_067, 5_200),
