@@ -4,6 +4,7 @@ The shell commands are run by test_walkthrough.py, those of conversion by test_c
 """
 
 import ast
+import csv
 import importlib
 import json
 import pkgutil
@@ -173,6 +174,15 @@ def test_readme_and_guide_begin_without_a_download(tmp_path):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_readme_names_the_versions_of_the_last_run_of_the_whole_suite():
+    with (ROOT / "tests" / "runs.csv").open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["tests"] == "make test" and row["failed"] == "0"]
+    last = max(rows, key=lambda row: row["date"])
+    versions = [".".join(last[name].split(".")[:2]) for name in ("python", "torch", "transformers")]
+    said = "the whole suite last ran with Python {}, torch {} and transformers {} ({},".format(*versions, last["date"])
+    assert said in (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of_page)
