@@ -5,7 +5,7 @@ OUTPUT ?= demo-output
 # An environment of its own for the transformers that had Transformer-XL, and tokenised prose, where there is some.
 LEGACY ?= .venv-legacy
 PEER := --peer-python $(LEGACY)/bin/python
-PROSE ?= ../shared/data/wikitext-2/wiki.test.tokens
+PROSE ?= wikitext-2/wiki.test.tokens
 BIN := $(VENV)/bin
 FUZZ_MINUTES ?= 5
 MUSIC ?= build/music

@@ -77,7 +77,7 @@ def percentiles(seconds: list[float]) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, default="../shared/data/wikitext-2/wiki.test.tokens")
+    parser.add_argument("--text", type=Path, default="wikitext-2/wiki.test.tokens", help="prose, a line a paragraph")
     parser.add_argument("--peer-python", help="an interpreter with transformers 4.35 and sacremoses")
     parser.add_argument("--repeats", type=int, default=10, help="of ours; the legacy one runs a third as often")
     parser.add_argument("--threads", type=int, default=1, help="for ours (1)")

@@ -644,7 +644,7 @@ def page(rows: list[dict[str, str]]) -> str:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Of one text: a line for each contender, a column for each way of reading."""
+    """Of one text: a line for each contender, a column for each way of reading; seconds where one machine took all."""
     kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
     text = TEXTS[rows[0]["text"]]
     lines = [f"| contender | seeds | steps | seconds | {' | '.join(kinds)} |", "|---" * (4 + len(kinds)) + "|"]
@@ -652,16 +652,21 @@ def table(rows: list[dict[str, str]]) -> str:
         own = [row for row in rows if row["contender"] == name]
         static = [row for row in own if row["kind"] == "static"]
         cells = [name, str(len(static))]
-        cells += [with_range([float(row[column]) for row in static], 0) for column in ("steps", "train_seconds")]
+        cells.append(with_range([float(row["steps"]) for row in static], 0))
+        cells.append(with_range([float(row["train_seconds"]) for row in static], 0) if of_one_machine(static) else "–")
         for kind in kinds:
             values = [text.measured(float(row["test"])) for row in own if row["kind"] == kind]
             cells.append(with_range(values, 3 if text.characters else 2))
         lines.append(f"| {' | '.join(cells)} |")
-    if rows[0].get("test_seconds"):
+    if rows[0].get("test_seconds") and of_one_machine(rows):
         reading = [[float(row["test_seconds"]) for row in rows if row["kind"] == kind] for kind in kinds]
         seconds = [f"{statistics.median(values):.0f} s" for values in reading]
         lines.append(f"| *to read the test text* | | | | {' | '.join(seconds)} |")
     return "\n".join(lines)
+
+
+def of_one_machine(rows: list[dict[str, str]]) -> bool:
+    return len({row["processor"] for row in rows}) <= 1
 
 
 def about(rows: list[dict[str, str]]) -> str:

@@ -4,6 +4,7 @@ The shell commands are run by test_walkthrough.py, those of conversion by test_c
 """
 
 import ast
+import csv
 import importlib
 import json
 import pkgutil
@@ -17,11 +18,8 @@ from pathlib import Path
 import pytest
 
 import txl_hf
-from goldens import golden
-from hub_server import HubServer
-from models import small_model
+from published import USER, hub_with, write_published
 from scripts import run_script
-from txl_hf import TransfoXLTokenizer
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "txl_hf"
@@ -45,7 +43,6 @@ LENGTHS = {
 }
 LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("README", "reading", "memory_length", "parts")}
 LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("statistics", "schedules", "long_memory")}
-PUBLISHED = "transfo-xl/transfo-xl-wt103"
 
 # Each page by itself, in a folder of its own; imports are paid for once. A block of text behind a block of Python is
 # its output, which is compared, or written with TXL_WRITE_OUTPUTS=1 in the environment.
@@ -108,23 +105,6 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory) -> Path:
-    """A small model as legacy transformers published its own: a vocab.pkl, and no code beside the weights."""
-    folder = tmp_path_factory.mktemp("published")
-    vocabulary = golden("tokenizer/cased")
-    size = len(TransfoXLTokenizer.from_pretrained(vocabulary))
-    small_model(
-        vocab_size=size, cutoffs=[100, 400], mem_len=32, clamp_len=24, same_length=True, initial_memory="zeros"
-    ).save_pretrained(folder / "model")
-    for path in [*(folder / "model").glob("*.safetensors"), *(folder / "model").glob("*.json"), *vocabulary.iterdir()]:
-        if path.name not in ("expected.json", "special_tokens_map.json"):
-            (folder / path.name).write_bytes(path.read_bytes())
-    text = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(re.sub(r'"auto_map": \{[^}]*\},', "", text))
-    return folder
-
-
 def as_page(notebook: Path, folder: Path) -> Path:
     """The cells of a notebook as the blocks of a page, for the runner of the pages."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
@@ -134,7 +114,7 @@ def as_page(notebook: Path, folder: Path) -> Path:
     return page
 
 
-def test_every_python_block_and_notebook_runs(tmp_path, published):
+def test_every_python_block_and_notebook_runs(tmp_path):
     # The blocks of docs/clients.md need other programs: tests/clients runs them.
     pages = [page for page in PAGES if blocks(page) and page.stem != "clients"]
     named = "README agents coming-from conformer guide memory music settings training"
@@ -143,12 +123,8 @@ def test_every_python_block_and_notebook_runs(tmp_path, published):
     notebooks = [as_page(path, tmp_path / "notebooks") for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
     assert [page.stem for page in notebooks] == ["convert", "fine_tune", "generate"]
     (tmp_path / "runner.py").write_text(RUNNER)
-    with HubServer({"hf_token_of_user": "user", "hf_token_of_authors": "transfo-xl"}) as hub:
-        home = str(tmp_path / "home")
-        upload = f"import huggingface_hub as h; h.create_repo({PUBLISHED!r});"
-        upload += f"h.upload_folder(repo_id={PUBLISHED!r}, folder_path={str(published)!r})"
-        authors, user = (hub.environment(f"hf_token_of_{who}") | {"HF_HOME": home} for who in ("authors", "user"))
-        assert run_script("-c", upload, only_torch=True, **authors).returncode == 0
+    with hub_with(write_published(tmp_path / "published")) as hub:
+        user = hub.environment(USER) | {"HF_HOME": str(tmp_path / "home")}
         command = [tmp_path / "runner.py", *pages, *notebooks]
         run = run_script(*command, cwd=tmp_path, timeout=300, only_torch=True, **user)
         assert run.returncode == 0, run.stdout[-500:] + run.stderr[-3000:]
@@ -173,6 +149,15 @@ def test_readme_and_guide_begin_without_a_download(tmp_path):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_readme_names_the_versions_of_the_last_run_of_the_whole_suite():
+    with (ROOT / "tests" / "runs.csv").open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["tests"] == "make test" and row["failed"] == "0"]
+    last = max(rows, key=lambda row: row["date"])
+    versions = [".".join(last[name].split(".")[:2]) for name in ("python", "torch", "transformers")]
+    said = "the whole suite last ran with Python {}, torch {} and transformers {} ({},".format(*versions, last["date"])
+    assert said in (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of_page)

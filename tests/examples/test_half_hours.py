@@ -395,3 +395,15 @@ def test_in_miniature(tmp_path, capfd):
     assert f"2 of 2 runs are done in {tmp_path}" in said
     assert f"  ptb, recipe, 0: {rows[-1]['date']}, {rows[-1]['processor']}" in said
     assert half_hours.harness.read(tmp_path / "rows.csv") == rows
+
+
+def test_seconds_of_two_machines_are_not_one_figure(examples, tmp_path):
+    examples()
+    half_hours.main([*COMMAND, "--output", str(tmp_path)])
+    rows = [row for row in half_hours.harness.read(tmp_path / "rows.csv") if row["text"] == "ptb"]
+    assert "| *to read the test text* |" in half_hours.table(rows) and "| recipe | 1 | 4 | 16 |" in half_hours.table(
+        rows
+    )
+    second = [row | {"processor": "another", "seed": "1"} for row in rows]
+    table = half_hours.table(rows + second)
+    assert "to read the test text" not in table and "| recipe | 2 | 4 ± 0 | – |" in table

@@ -184,6 +184,19 @@ def test_a_cache_of_a_call_that_ended_inside_the_layers_is_refused(make_model, m
     torch.testing.assert_close(again, model(make_ids(2, 3)).logits)
 
 
+@torch.no_grad()
+def test_a_cache_that_was_cropped_by_a_tensor_is_whole(make_model, make_ids):
+    """Assisted decoding of transformers 5.17 counts the tokens to remove by a tensor."""
+    model, ids, read = make_model(), make_ids(1, 9), []
+    for removed in (-2, torch.tensor(-2)):
+        cache = MemoryCache(model.config)
+        cache.activate_past_recording()
+        model(ids, past_key_values=cache)
+        cache.crop(removed)
+        read.append(model(ids[:, -2:], past_key_values=cache).logits)
+    assert torch.equal(*read)
+
+
 @pytest.mark.parametrize("make_cache", [MemoryCache, StaticMemoryCache])
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 @torch.no_grad()

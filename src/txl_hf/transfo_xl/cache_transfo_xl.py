@@ -514,7 +514,7 @@ def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Ten
         )
     if not held or torch.compiler.is_compiling():
         return
-    if not cache.is_compileable and len({each.get_seq_length() for each in cache.layers if each.is_initialized}) > 1:
+    if not cache.is_compileable and cache.get_seq_length(0) != cache.get_seq_length(config.n_layer - 1):
         raise ValueError(
             "past_key_values hold tokens of a call that ended inside the layers, by Ctrl-C or for want of memory: "
             "call past_key_values.reset() and read the text anew"
