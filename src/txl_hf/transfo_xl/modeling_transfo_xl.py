@@ -54,7 +54,7 @@ from .generation_transfo_xl import TransfoXLGenerationMixin
 from .layout_transfo_xl import TransfoXLLayoutModel
 from .masks_transfo_xl import DOCUMENT_KEYWORDS, check_inputs, find_resets, real_tokens
 from .memory_transfo_xl import FilledLengths, MemoryLengths, Segment, hide_states, initial_memory
-from .positions_transfo_xl import Distances
+from .positions_transfo_xl import Distances, draws
 
 logger = logging.get_logger(__name__)
 
@@ -629,13 +629,11 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         clamp_len, cache = segment.lengths.clamp_len, segment.cache
         # Distances have the dtype of the products that read them.
         like = states.new_empty(0, states.shape[-1], dtype=working_dtype(states))
-        dropout = self.position_dropout
-        draws = dropout.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1) > 0
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Forwards with gradients are counted, because each step of a fused optimizer follows one, and changes
             # weights without raising the `_version` by which a cache detects that its W_R R is outdated.
             self._trained += 1
-        if cache is None or torch.is_grad_enabled() or draws:
+        if cache is None or torch.is_grad_enabled() or draws(self.position_dropout):
             return self.positions.distances(self, segment.key_length, like, clamp_len), None
         state = decoding_state_of(cache)
         # The distances of a full memory at once, because a growing one would compute them again for each token.
@@ -644,7 +642,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         reach = min(reach, clamp_len + 1) if shares else reach
         layers: list[Any] = list(self.layers)
         weights = [getattr(layer.self_attn.r_proj, "weight", None) for layer in layers]
-        others = (self._trained, working_dtype(states), self.config.decay_len)
+        others = (self._trained, like.dtype, self.config.decay_len)
         if not state.has_distances(reach, clamp_len, weights, others):
             state.projected = max(reach, state.projected)
             state.distances = self.positions.distances(self, state.projected, like, clamp_len)

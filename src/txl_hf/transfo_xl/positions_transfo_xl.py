@@ -53,6 +53,11 @@ def _is_symbol() -> bool:
     return torch.jit.is_tracing() or (torch.compiler.is_compiling() and is_exporting(unknown=True))
 
 
+def draws(dropout: nn.Module) -> bool:
+    """Whether a module of dropout, or one in its place, draws in this call."""
+    return dropout.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1) > 0
+
+
 def decay_of_distances(key_length: int, config: Any, embeds: Tensor) -> Tensor | None:
     """The score -2 ln(distance / `decay_len`) of the distances K - 1, …, 0, and 0 up to `decay_len`: (H, K), to be
     scaled as scores are, of the type of `embeds`. None if no distance is beyond `decay_len`.
@@ -152,14 +157,12 @@ class RelativeSinusoids(Positions):
 
     @staticmethod
     def distances(model: Any, key_length: int, embeds: Tensor, clamp_len: int) -> list[Distances]:
-        config, dropout = model.config, model.position_dropout
-        # Distances share no row under dropout, because it draws for each distance.
-        draws = dropout.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1) > 0
-        decay = None
+        config, dropout, decay = model.config, model.position_dropout, None
         if config.decay_len > 0:
             decay = decay_of_distances(key_length, config, embeds)
             clamp_len = min(clamp_len, config.decay_len) if clamp_len > 0 else config.decay_len
-        shares = clamp_len > 0 and not draws and decay is None and not _is_symbol()
+        # Distances share no row under dropout, because it draws for each distance.
+        shares = clamp_len > 0 and decay is None and not draws(dropout) and not _is_symbol()
         length = min(key_length, clamp_len + 1) if shares else key_length
         shared = Distances(dropout(sinusoids_of_distances(length, embeds, clamp_len)), rel_bias=decay)
         if config.untie_r:
