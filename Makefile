@@ -119,8 +119,8 @@ paper: venv
 half-hours: venv
 	$(BIN)/python examples/half_hours.py --texts $(TEXTS)
 
-# Bach's chorales from the corpus in music21's package: a small model, five pieces of it, and what they are made of; half
-# an hour on two cores. Stopped, it goes on where it was.
+# Bach's chorales from the corpus in music21's package: a small model, five pieces of it, and what they are made of; a
+# quarter of an hour on two cores. Stopped, it goes on where it was.
 music: $(VENV)/music-installed
 	test -d $(MUSIC)/chorales || $(BIN)/python examples/music/chorales.py --output $(MUSIC)/chorales
 	test -d $(MUSIC)/data || $(BIN)/txl-prepare --corpus midi --input $(MUSIC)/chorales/midi \
