@@ -59,6 +59,7 @@ import txl_hf.kernels.operators as linear
 import txl_hf.kernels.softmax as adaptive
 import txl_hf.transfo_xl.attention_transfo_xl as attention
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf.data.memories import memory_of
 from txl_hf.evaluation.reading import Reader, Reading, Segment
 from txl_hf.kernels import captured
 from txl_hf.kernels.decoding import Texts
@@ -67,7 +68,7 @@ from txl_hf.training.regularization import LockedDropout, RegularizationArgument
 from txl_hf.training.steps import CapturedSteps, Forward
 from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax
 from txl_hf.transfo_xl.cache_transfo_xl import StaticMemoryCache
-from txl_hf.transfo_xl.memory_transfo_xl import MemoryLengths, memory_of
+from txl_hf.transfo_xl.memory_transfo_xl import MemoryLengths
 from txl_hf.transfo_xl.memory_transfo_xl import Segment as OpenSegment
 from txl_hf.transfo_xl.modeling_transfo_xl import TransfoXLLayer
 from txl_hf.transfo_xl.positions_transfo_xl import Distances

@@ -59,8 +59,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from txl_hf import TransfoXLForTokenClassification
+from txl_hf.data.memories import memory_of
 from txl_hf.files import whole_folder
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
 LABELS = ["none", "+", "-"]
 # What GFF3 has for a strand that is not known, or none.

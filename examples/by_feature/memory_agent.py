@@ -125,8 +125,8 @@ from torch.distributions import Categorical
 from tqdm import tqdm
 
 from txl_hf import TransfoXLConfig, TransfoXLForTokenClassification, TransfoXLModel
+from txl_hf.data.memories import memory_of
 from txl_hf.files import keep_options, whole_file, write_text
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
 with one_line_errors():
     from torch.utils.tensorboard import SummaryWriter

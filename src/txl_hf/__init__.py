@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from . import kernels, legacy  # noqa: F401 -- they register themselves with the model and the tokenizer
+from .data.memories import mask_overflow
 from .data.memory_files import load_memory, save_memory
 from .data.streams import TokenStream
 from .data.text_stream import TextStream
@@ -25,7 +26,7 @@ from .evaluation.language_model import evaluate_language_model, token_losses
 from .training.regularization import RegularizationArguments, regularize
 from .transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
 from .transfo_xl.configuration_transfo_xl import TransfoXLConfig
-from .transfo_xl.memory_transfo_xl import MemoryLengths, mask_overflow
+from .transfo_xl.memory_transfo_xl import MemoryLengths
 from .transfo_xl.modeling_transfo_xl import (
     TransfoXLForCausalLM,
     TransfoXLForSequenceClassification,

@@ -14,11 +14,11 @@ from accelerate.utils import DistributedType
 from host_reads import count_host_reads
 from recorder import Recorder, let_the_host_wait
 from txl_hf import token_losses
+from txl_hf.data.memories import latest_states
 from txl_hf.kernels import captured
 from txl_hf.training import steps
 from txl_hf.training.regularization import RegularizationArguments, regularize
 from txl_hf.training.steps import STEPS_BEFORE, CapturedSteps, Forward, compile_layers, should_capture_steps
-from txl_hf.transfo_xl.memory_transfo_xl import latest_states
 
 PLAIN = {"cutoffs": [], "div_val": 1}
 DROPOUTS = RegularizationArguments(

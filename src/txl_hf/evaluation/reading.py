@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ..data.memories import latest_states, memory_of
 from ..data.streams import (
     check_document_end,
     check_sizes,
@@ -25,7 +26,7 @@ from ..data.streams import (
 from ..kernels.captured import SegmentsAlike
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
-from ..transfo_xl.memory_transfo_xl import MemoryLengths, latest_states, memory_of
+from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
 # Tokens of the text, and losses, that are copied between the host and a device at once.

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._triton import has_triton
 from transformers.utils import logging
 
+from ..data.memories import cloned_states, memory_of
 from ..kernels.attention_triton import why_triton_cannot_begin
 from ..kernels.captured import MOST_TOKENS, RECORDERS, why_not_kernels_alone
 from ..kernels.weights import ProductWeights
-from ..transfo_xl.memory_transfo_xl import cloned_states, memory_of
 from .arguments import TransfoXLTrainingArguments
 from .regularization import Regularizer
 

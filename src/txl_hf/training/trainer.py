@@ -27,6 +27,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
 from transformers.utils import logging
 
+from ..data.memories import cloned_states, latest_states, mask_overflow, memory_of, real_states
 from ..data.streams import check_loader, describe_stream
 from ..data.text_stream import TextStream
 from ..evaluation.cards import METRICS
@@ -35,7 +36,6 @@ from ..files import disk_errors
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
 from ..transfo_xl.masks_transfo_xl import without_padding
-from ..transfo_xl.memory_transfo_xl import cloned_states, latest_states, mask_overflow, memory_of, real_states
 from .arguments import FIXED, TransfoXLTrainingArguments
 from .callbacks import MemoryLength, ScaledByLength
 from .cards import complete_push, create_model_card

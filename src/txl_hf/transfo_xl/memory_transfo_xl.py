@@ -9,7 +9,7 @@ Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m +
 Dh = `d_head`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol
@@ -415,73 +415,6 @@ def initial_memory(
 def hide_states(states: Tensor, mask: Tensor) -> Tensor:
     """(B, n, D) with zeros, also in place of NaN, where the mask (B, n) is False."""
     return torch.where(mask[..., None].to(states.device), states, 0)
-
-
-def memory_of(outputs: Mapping[str, Any], compiled: bool = False) -> dict[str, Any]:
-    """The memory that a call has returned, as keyword arguments of the next call; {} where there is none.
-
-    Where NaN without a mask is an error, a mask of True replaces None, because NaN from a diverging training must not
-    be reported as padding whose mask was lost.
-
-    Args:
-        compiled: whether the next call is, which would compute with a mask of True; None stays.
-    """
-    mems, mems_mask = outputs.get("mems"), outputs.get("mems_mask")
-    if mems is None:
-        return {}
-    is_asked = not compiled and can_look(mems[0])
-    return {"mems": mems, "mems_mask": real_states(mems, mems_mask) if is_asked else mems_mask}
-
-
-def latest_states(memory: dict[str, Any], mem_len: int) -> dict[str, Any]:
-    """The result of `memory_of`, cut to the last `mem_len` states, which is all that a shorter memory holds."""
-    mems, mems_mask = memory.get("mems"), memory.get("mems_mask")
-    if mems is None or mems[0].shape[1] <= mem_len:
-        return memory
-    if mem_len == 0:
-        return {}
-    return {
-        "mems": tuple(states[:, -mem_len:] for states in mems),
-        "mems_mask": None if mems_mask is None else mems_mask[:, -mem_len:],
-    }
-
-
-def cloned_states(memory: dict[str, Any]) -> dict[str, Any]:
-    """The result of `memory_of`, in tensors of its own: a captured graph writes its outputs to the same place at every
-    step, and would overwrite its next input."""
-    if not memory:
-        return memory
-    mems, mems_mask = memory["mems"], memory["mems_mask"]
-    return {
-        "mems": tuple(states.clone() for states in mems),
-        "mems_mask": None if mems_mask is None else mems_mask.clone(),
-    }
-
-
-def real_states(mems: tuple[Tensor, ...], mems_mask: Tensor | None = None) -> Tensor:
-    """`mems_mask`, or True for all states in place of None: (B, m) bool."""
-    if mems_mask is not None:
-        return mems_mask
-    return torch.ones(mems[0].shape[:2], dtype=torch.bool, device=mems[0].device)
-
-
-def mask_overflow(mems: tuple[Tensor, ...], mems_mask: Tensor | None = None) -> Tensor | None:
-    """`mems_mask` that also hides states which are not finite in some layer, as an overflow in fp16 leaves them.
-
-    A stream that continues from such states would stay non-finite. Nothing is masked where nothing overflowed; the
-    host waits for the device to check that.
-
-    Args:
-        mems: n_layer tensors (B, m, D). mems_mask: (B, m) bool or None.
-
-    Returns:
-        (B, m) bool, or None: all are real.
-    """
-    device = mems[0].device if mems_mask is None else mems_mask.device
-    finite = torch.stack([states.isfinite().all(dim=-1).to(device) for states in mems]).all(dim=0)
-    if mems_mask is None:
-        return None if finite.all() else finite
-    return mems_mask & finite
 
 
 def _mark(states: Tensor, mask: Tensor) -> Tensor:
