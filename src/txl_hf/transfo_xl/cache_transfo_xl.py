@@ -9,7 +9,7 @@ Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, S = M +
 
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -560,19 +560,15 @@ def cached_key_mask(
         memory_mask: the cache's mask of its keys, (B, ≥ m) bool or None.
         is_grown: whether the mask is known to have a column for each token of the text, as it has within `generate`.
     """
-    memory_length = min(held_keys(cache, segment_length), mem_len)
+    m = min(held_keys(cache, segment_length), mem_len)
     if memory_mask is not None:
-        memory_mask = memory_mask[:, memory_mask.shape[1] - memory_length :]
-    columns: Collection[int] = (segment_length, memory_length + segment_length)
-    more = 1 + memory_length + segment_length if memory_length == mem_len else None
-    if is_grown or (torch.compiler.is_compiling() and isinstance(cache, StaticMemoryCache)):
-        # The count of a static cache is on the device: a graph cannot read it, and within `generate` the host would
-        # wait for a GPU at every token.
-        more = segment_length
-    elif attention_mask is not None and attention_mask.shape[-1] not in columns:
-        columns = (*columns, text_length(cache) + segment_length)
-    key_mask = make_key_mask(attention_mask, memory_mask, batch_size, segment_length, memory_length, columns, more)
-    return memory_length, key_mask
+        memory_mask = memory_mask[:, memory_mask.shape[1] - m :]
+    # The count of a static cache is on the device: a graph cannot read it, and within `generate` the host would wait
+    # for a GPU at every token.
+    is_grown = is_grown or (torch.compiler.is_compiling() and isinstance(cache, StaticMemoryCache))
+    seen = None if is_grown else partial(text_length, cache)
+    widths: Any = {"fewer": is_grown, "more": is_grown or m == mem_len, "text_length": seen}
+    return m, make_key_mask(attention_mask, memory_mask, batch_size, segment_length, m, **widths)
 
 
 def held_keys(cache: Cache, segment_length: int) -> int:

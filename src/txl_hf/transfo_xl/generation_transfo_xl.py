@@ -229,7 +229,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         if mask is not None and mems is not None and mask.dim() == 2 and mask.shape[1] > inputs.shape[1]:
             # Split before, because the loops of `generate` cut a mask as they cut the text.
             mem_len = self._mem_len(model_kwargs.get("lengths"))
-            split = split_mask(mask, model_kwargs.get("mems_mask"), mems, self.config, mem_len, inputs.shape[1])
+            split = split_mask(self.config, mem_len, inputs, mems, model_kwargs.get("mems_mask"), mask)
             model_kwargs |= zip(("mems", "mems_mask", "attention_mask"), split, strict=True)
         cache = model_kwargs.get(CACHE_NAME)
         is_new = not isinstance(cache, Cache) or not is_filled(cache)

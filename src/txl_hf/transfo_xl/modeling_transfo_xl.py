@@ -614,7 +614,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         """The first layer's input, (B, L, D), from embeddings; `are_given`: whether they are the caller's."""
         if are_given and segment.text_mask is not None:
             # Zeros at padding, because a caller's vectors may be NaN there, which would spread; a table's are not.
-            embeds = hide_states(embeds, segment.text_mask[:, segment.memory_length :])
+            embeds = hide_states(embeds, segment.text_mask[:, segment.memory.length :])
         if self.config.vocab_size == 0:
             embeds = self.embed_vectors(embeds)
             if self._is_checkpointed_reentrantly() and not embeds.requires_grad:
