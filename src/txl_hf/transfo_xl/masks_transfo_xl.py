@@ -16,13 +16,13 @@ from torch.nn import functional as F
 # Where documents begin, see `packed_starts`; `generate` writes position_ids itself, never the others.
 PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 DOCUMENT_KEYWORDS = ("position_ids", *PACKED_KEYWORDS)
-# Keywords that `capture_outputs` reads, around the forward of the model.
-CAPTURED = {"output_hidden_states", "output_attentions"}
-# Keywords that `transformers` passes to every model and this one ignores, because the memory has the segment's
-# position, the lengths of documents follow from their beginnings, one type of token needs no ids, and attention is
-# causal.
-IDLE = {"cache_position", "max_length_q", "max_length_k", "token_type_ids", "is_causal", "return_dict"}
-KNOWN = CAPTURED.union(IDLE, DOCUMENT_KEYWORDS)
+# Keywords that `capture_outputs` reads around the forward of the model, that say where documents begin, and that
+# `transformers` passes to every model and this one ignores, because the memory has the segment's position, the lengths
+# of documents follow from their beginnings, one type of token needs no ids, and attention is causal.
+KNOWN = {
+    *("output_hidden_states", "output_attentions", *DOCUMENT_KEYWORDS),
+    *("cache_position", "max_length_q", "max_length_k", "token_type_ids", "is_causal", "return_dict"),
+}
 
 
 def check_inputs(keywords: dict[str, Any], **tensors: Any) -> None:
@@ -64,7 +64,7 @@ def find_resets(
         ValueError: `resets` have another shape or type, or the model cannot begin documents inside a segment.
     """
     documents = {name: keywords[name] for name in DOCUMENT_KEYWORDS if keywords.get(name) is not None}
-    found: list[Any] = []
+    found: list[Tensor] = []
     if resets is not None:
         if resets.dtype != torch.bool or resets.shape != shape:
             raise ValueError(
@@ -108,8 +108,9 @@ def packed_starts(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     seq_idx: Tensor | None = None,
-) -> Tensor | None:
-    """Where documents begin inside the rows of a segment, as `transformers` and TRL write it into packed batches.
+) -> Tensor:
+    """Where documents begin inside the rows of a segment, as `transformers` and TRL write it into packed batches. At
+    least one keyword of theirs is given.
 
     A row's first token is never marked, because the memory decides whether it continues a text.
 
@@ -123,7 +124,7 @@ def packed_starts(
         seq_idx: (1, L) or (B, L), the number of the document that a token is of.
 
     Returns:
-        (B, L) bool, or None if none of these is given.
+        (B, L) bool.
 
     Raises:
         ValueError: an argument has another shape or type, positions leave out numbers, or ends are out of order.
@@ -164,11 +165,9 @@ def packed_starts(
                 raise ValueError(
                     f"{name} is {given[:8]} for {shape[1]} tokens, but must begin with 0, not fall, and end there"
                 )
-        ends = torch.zeros(shape[1] + 1, dtype=torch.long, device=device)
         # Only padding may follow the last end.
-        ends = ends.index_fill(0, lengths[1:].to(device, torch.long), 1)[None, : shape[1]]
-        found.append(where(torch.ne, ends.cumsum(1)))
-    return functools.reduce(torch.logical_or, found) if found else None
+        found.append(where(torch.ne, torch.bucketize(places, lengths[1:].to(device, torch.long), right=True)[None]))
+    return functools.reduce(torch.logical_or, found)
 
 
 def _per_token(name: str, given: Tensor, shape: tuple[int, int], device: torch.device) -> Tensor:
@@ -274,14 +273,13 @@ class OpenPadding(NamedTuple):
     Attributes:
         seen: (B, m + L) bool, which keys queries see.
         real: (B, m + L) bool, which keys are real, zero states among them.
-        begun: (B, L + 1) bool, whether a row's text has begun after 0 … L tokens of the segment.
-        tokens: (B, L) bool, which tokens precede the text: their states are zeros in every layer.
+        waiting: (B, L + 1) bool, whether a row's text has not begun after 0 … L tokens of the segment. The last L
+            columns are those of its tokens that precede the text: their states are zeros in every layer.
     """
 
     seen: Tensor
     real: Tensor
-    begun: Tensor
-    tokens: Tensor
+    waiting: Tensor
 
     @classmethod
     def of(cls, mask: Tensor, memory_length: int, begins: bool, front: Tensor | None) -> "OpenPadding":
@@ -293,13 +291,13 @@ class OpenPadding(NamedTuple):
         """
         memory, segment = mask[:, :memory_length], mask[:, memory_length:]
         starts = ~memory.any(dim=1, keepdim=True)
-        before = starts | starts.new_tensor(begins)
-        tokens = before & (segment.cumsum(dim=1) == 0)
+        waiting = (starts | starts.new_tensor(begins)) & (F.pad(segment, (1, 0)).cumsum(dim=1) == 0)
+        tokens = waiting[:, 1:]
         real = torch.cat([memory | starts, segment | tokens], dim=1)
         if front is not None:
             real = real | F.pad(front, (mask.shape[1] - front.shape[1], 0))
         seen = real & (torch.arange(mask.shape[1], device=mask.device) >= tokens.sum(dim=1, keepdim=True))
-        return cls(seen, real, torch.cat([~before, segment], dim=1).cumsum(dim=1) > 0, tokens)
+        return cls(seen, real, waiting)
 
 
 def _check_zeros_and_ones(attention_mask: Tensor) -> None:

@@ -102,6 +102,7 @@ class Memory(NamedTuple):
         key_mask: (B, m + L) bool, which keys are real; None: all.
         begins: whether all texts begin with this segment.
         front: see `zeros_in_front`; None unless zero states precede a text.
+        is_covered: whether the call's `attention_mask` has a column for each key.
         older_mask: (B, n) bool or None, which keys of a cache before the last m are real, for longer memories.
     """
 
@@ -110,6 +111,7 @@ class Memory(NamedTuple):
     key_mask: Tensor | None
     begins: bool
     front: Tensor | None
+    is_covered: bool
     older_mask: Tensor | None = None
 
 
@@ -120,7 +122,7 @@ class Segment:
     Attributes:
         lengths: of the call, none of them None.
         length, key_length: L and m + L.
-        memory: before the segment.
+        memory: see `Memory`.
         cache: receives the keys and values of the call, or None.
         memory_mask: (B, m) bool, which states of the memory are real; None: all.
         text_mask: (B, m + L) bool, which keys the memory keeps as real; None: all.
@@ -212,7 +214,7 @@ class Segment:
         bool; None: all."""
         if self.padding is not None:
             # A row with padding alone so far keeps no real state, so that the next segment is its first.
-            return self.padding.real & self.padding.begun[:, tokens : tokens + 1]
+            return self.padding.real & ~self.padding.waiting[:, tokens : tokens + 1]
         if self.first_key is None or tokens == 0:
             return self.text_mask
         first_key = self.first_key[:, tokens - 1 : tokens]
@@ -250,20 +252,16 @@ class Segment:
         if mems_mask is None:
             return mems, None
         # A copy, because the caller may set a row to False to begin it afresh.
-        mems_mask = mems_mask.clone()
-        return tuple(_mark(states, mems_mask) for states in mems), mems_mask
+        mems_mask, hidden = mems_mask.clone(), ~mems_mask[..., None]
+        return tuple(states.masked_fill(hidden.to(states.device), torch.nan) for states in mems), mems_mask
 
-    def remember_in_cache(self, attention_mask: Tensor | None) -> None:
-        """Store in the cache, after the keys of the call, which of its keys are real.
-
-        Args:
-            attention_mask: the call's argument.
-        """
+    def remember_in_cache(self) -> None:
+        """Store in the cache, after the keys of the call, which of its keys are real."""
         cache, mask = self.cache, self.real_after(self.length)
         assert cache is not None
         state = decoding_state_of(cache)
         if self.padding is not None and not torch.compiler.is_compiling():
-            new = self.padding.tokens.sum(dim=1)
+            new = self.padding.waiting[:, 1:].sum(dim=1)
             state.padding = new if state.padding is None else state.padding + new
         if (older := self.memory.older_mask) is not None:
             if self.first_key is not None:
@@ -286,7 +284,7 @@ class Segment:
             state.key_mask = static_address(mask.clone(memory_format=torch.contiguous_format))
         elif state.key_mask is not None and state.key_mask.shape == mask.shape:
             state.key_mask.copy_(mask)
-        elif self.first_key is not None or attention_mask is None or attention_mask.shape[1] < self.key_length:
+        elif self.first_key is not None or not self.memory.is_covered:
             # Otherwise none is stored, because the caller gives a mask of all keys with every token, as `generate`
             # does, and a graph cannot check whether it hides anything.
             state.key_mask = mask
@@ -303,7 +301,8 @@ def _open_cache(
         front = clear_hidden(cache, mask, attention_mask, length, config)
     if held > m:
         older_mask = embeds.new_ones(rows, held - m, dtype=torch.bool) if real is None else real[:, : held - m]
-    return Memory((None,) * config.n_layer, m, mask, False, front, older_mask)
+    is_covered = attention_mask is not None and attention_mask.shape[-1] >= m + length
+    return Memory((None,) * config.n_layer, m, mask, False, front, is_covered, older_mask)
 
 
 def _open_states(
@@ -324,13 +323,14 @@ def _open_states(
         _check_mems(mems, mems_mask, config, mem_len, rows)
     m = 0 if mems is None else mems[0].shape[1]
     is_static, mask, front = cache is not None and cache.is_compileable, None, None
+    columns = 0 if attention_mask is None else attention_mask.shape[-1]
     if attention_mask is not None or mems_mask is not None:
-        if is_static and attention_mask is not None and attention_mask.shape[-1] == mem_len + length:
+        if is_static and attention_mask is not None and columns == mem_len + length:
             # Columns of absent states are dropped, because a static cache starts full and the mask has its length.
             attention_mask = attention_mask[..., mem_len - m :]
         mems_mask, zeros = None if mems_mask is None else mems_mask.to(embeds.device), config.initial_memory == "zeros"
-        widths = {"fewer": not begins and zeros, "more": not begins and m == mem_len}
-        mask = make_key_mask(attention_mask, mems_mask, rows, length, m, **widths)
+        fewer, more = not begins and zeros, not begins and m == mem_len
+        mask = make_key_mask(attention_mask, mems_mask, rows, length, m, fewer=fewer, more=more)
         front = zeros_in_front(attention_mask, length, m + length, mems_mask) if zeros else None
     if is_static and m < mem_len:
         # Masked states fill the cache in front of the given ones.
@@ -339,7 +339,7 @@ def _open_states(
         mems, m = tuple(F.pad(states, (0, 0, mem_len - m, 0)) for states in mems or ()), mem_len
     if cache is not None:
         attach_state(cache, DecodingState(initial_length=m))
-    return Memory(mems or (None,) * config.n_layer, m, mask, begins, front)
+    return Memory(mems or (None,) * config.n_layer, m, mask, begins, front, columns >= m + length)
 
 
 def _begin_documents(text_mask: Tensor | None, resets: Tensor, m: int) -> tuple[Tensor | None, Tensor]:
@@ -368,17 +368,18 @@ def split_mask(
     mems: tuple[Tensor, ...],
     mems_mask: Tensor | None,
     attention_mask: Tensor,
-) -> tuple[Sequence[Tensor | None], Tensor, Tensor]:
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """`mems`, `mems_mask` and `attention_mask`, (B, L), from a mask of mems and text together; `inputs` are (B, L, …).
 
     Raises:
         ValueError: as in a forward.
     """
-    states, m, mask, _, front, _ = _open_states(config, mem_len, inputs, mems, mems_mask, attention_mask, None)
+    memory = _open_states(config, mem_len, inputs, mems, mems_mask, attention_mask, None)
+    m, mask, front = memory.length, memory.key_mask, memory.front
     assert mask is not None, "made of an attention_mask"
     if front is not None:
-        mask, states = mask | front, [hide_states(of_layer, ~front[:, :m]) for of_layer in mems]
-    return states, mask[:, :m], mask[:, m:].to(attention_mask.dtype)
+        mask, mems = mask | front, tuple(hide_states(states, ~front[:, :m]) for states in mems)
+    return mems, mask[:, :m], mask[:, m:].to(attention_mask.dtype)
 
 
 def initial_memory(
@@ -394,11 +395,6 @@ def initial_memory(
 def hide_states(states: Tensor, mask: Tensor) -> Tensor:
     """(B, n, D) with zeros, also in place of NaN, where the mask (B, n) is False."""
     return torch.where(mask[..., None].to(states.device), states, 0)
-
-
-def _mark(states: Tensor, mask: Tensor) -> Tensor:
-    """NaN in every channel of (B, m, D) where the mask (B, m) is False."""
-    return states.masked_fill(~mask[..., None].to(states.device), torch.nan)
 
 
 def _check_mems(
