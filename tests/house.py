@@ -41,13 +41,13 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (22_765, 17_500),
+    "lines installed": (22_677, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
-    "lines of the Hub set": (6_223, 5_200),
-    "functions of a forward": (60, 60),
+    "lines of the Hub set": (6_061, 5_200),
+    "functions of a forward": (59, 60),
     "modules of a forward": (8, 8),
-    "lines of a forward": (1_135, 1_000),
+    "lines of a forward": (1_085, 1_000),
     "lines of the longest module": (1_018, 1_050),
     "lines of the longest function": (60, 60),
     "private methods of others overridden": (14, 15),
