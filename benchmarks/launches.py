@@ -64,10 +64,11 @@ from txl_hf.kernels import captured
 from txl_hf.kernels.decoding import Texts
 from txl_hf.kernels.steps import CapturedSteps, Forward
 from txl_hf.kernels.weights import ProductWeights
+from txl_hf.memories import memory_of
 from txl_hf.training.regularization import LockedDropout, RegularizationArguments, regularize
 from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax
 from txl_hf.transfo_xl.cache_transfo_xl import StaticMemoryCache
-from txl_hf.transfo_xl.memory_transfo_xl import MemoryLengths, memory_of
+from txl_hf.transfo_xl.memory_transfo_xl import Memory, MemoryLengths
 from txl_hf.transfo_xl.memory_transfo_xl import Segment as OpenSegment
 from txl_hf.transfo_xl.modeling_transfo_xl import TransfoXLLayer
 from txl_hf.transfo_xl.positions_transfo_xl import Distances
@@ -521,9 +522,9 @@ def layer_of(workload: Workload, backend: str, rows: int, **options) -> Callable
         memory = torch.empty(rows, workload.memory, config.d_model, dtype=torch.bfloat16)
     distances, gradient = Distances(torch.empty(keys, config.d_model, dtype=torch.bfloat16)), torch.empty(shape)
     segment = OpenSegment(
-        *(MemoryLengths(), workload.segment, workload.memory, keys, (), None, None, None, None, None, None),
+        *(MemoryLengths(), workload.segment, keys, Memory((), workload.memory, None, False, None, False)),
+        *(None, None, None, None, None, None),
         attention={"implementation": backend},
-        key_mask=None,
     )
 
     def step():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from txl_hf.data import memories
 from txl_hf.transfo_xl import adaptive_transfo_xl, masks_transfo_xl, memory_transfo_xl
 
 
@@ -25,7 +26,7 @@ def count_host_reads(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> 
     The model looks at ids and masks on a CPU alone; here it does not.
     """
     monkeypatch.setattr(adaptive_transfo_xl, "_check_range", lambda *args: None)
-    for module in (masks_transfo_xl, memory_transfo_xl):
+    for module in (masks_transfo_xl, memory_transfo_xl, memories):
         monkeypatch.setattr(module, "can_look", lambda tensor, gpu=False: False)
     function, counts = getattr(owner, name), []
 

@@ -34,6 +34,7 @@ WINGS = [
 FLAT = {
     "files": 0,
     "command_line": 0,
+    "memories": 0,
     "conformer": 4,
     "lm_eval": 4,
     "trl": 4,
@@ -41,14 +42,14 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (22_264, 17_500),
+    "lines installed": (22_177, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
-    "lines of the Hub set": (6_067, 5_200),
+    "lines of the Hub set": (5_906, 5_200),
     "functions of a forward": (60, 60),
     "modules of a forward": (8, 8),
-    "lines of a forward": (1_135, 1_000),
-    "lines of the longest module": (1_018, 1_050),
+    "lines of a forward": (1_084, 1_000),
+    "lines of the longest module": (1_016, 1_050),
     "lines of the longest function": (60, 60),
     "private methods of others overridden": (14, 15),
     "assignments into other libraries": (0, 0),

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models import small_config
 from txl_hf import TransfoXLModel
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+from txl_hf.memories import memory_of
 
 ROWS, STEPS = 4, 18
 WAYS = {"stepped": [1] * STEPS, "windowed": [5, 1, 9, 3], "packed": [STEPS]}

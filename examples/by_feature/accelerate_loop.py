@@ -23,7 +23,7 @@ from transformers import get_scheduler
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer
 from txl_hf.data.streams import check_loader
 from txl_hf.evaluation.metrics import LanguageModelMetric
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+from txl_hf.memories import memory_of
 
 SIZES = {"n_layer": 4, "d_model": 128, "d_embed": 128, "n_head": 4, "d_head": 32, "d_inner": 512, "mem_len": 64}
 SMALL = {"n_layer": 1, "d_model": 16, "d_embed": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "mem_len": 8}

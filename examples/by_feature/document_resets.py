@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 from txl_hf import TokenStream, TransfoXLTrainer, token_losses
 from txl_hf.data.texts import encode_text
 from txl_hf.files import whole_folder
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+from txl_hf.memories import memory_of
 
 
 def smoke(folder: Path) -> list[str | Path]:

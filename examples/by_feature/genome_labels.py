@@ -60,7 +60,7 @@ from tqdm import tqdm
 
 from txl_hf import TransfoXLForTokenClassification
 from txl_hf.files import whole_folder
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+from txl_hf.memories import memory_of
 
 LABELS = ["none", "+", "-"]
 # What GFF3 has for a strand that is not known, or none.

@@ -57,8 +57,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from txl_hf import TokenStream, TransfoXLForCausalLM, evaluate_language_model
+from txl_hf.memories import latest_states, memory_of
 from txl_hf.transfo_xl import attention_transfo_xl as attention
-from txl_hf.transfo_xl.memory_transfo_xl import latest_states, memory_of
 
 L = 64
 SIZES = {

@@ -130,7 +130,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from study import keep_options
 from txl_hf import TransfoXLConfig, TransfoXLForTokenClassification, TransfoXLModel
 from txl_hf.files import whole_file, write_text
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+from txl_hf.memories import memory_of
 
 with one_line_errors():
     from torch.utils.tensorboard import SummaryWriter

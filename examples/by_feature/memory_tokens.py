@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from txl_hf import TransfoXLForCausalLM
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+from txl_hf.memories import memory_of
 
 SYMBOLS, COPIED, END = 8, 4, 50
 # Tokens beside the symbols: nothing to remember, and the beginning of the answer.

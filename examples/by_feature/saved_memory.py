@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from txl_hf import load_memory, save_memory
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+from txl_hf.memories import memory_of
 
 
 def smoke(folder: Path) -> list[str | Path]:

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 
 from txl_hf import TransfoXLForCausalLM
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+from txl_hf.memories import memory_of
 
 SYMBOLS = 4
 

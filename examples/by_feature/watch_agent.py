@@ -18,7 +18,7 @@ import common
 from memory_agent import HELD_OUT, TASKS, Environments
 from txl_hf.command_line import new_path, one_line_errors
 from txl_hf.files import whole_file
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+from txl_hf.memories import memory_of
 
 
 @torch.no_grad()

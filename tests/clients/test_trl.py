@@ -12,7 +12,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 import txl_hf.trl
 from models import small_model
 from txl_hf import MemoryLengths, TransfoXLForCausalLM, TransfoXLTokenizer
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+from txl_hf.memories import memory_of
 
 WORDS = [f"word{i}" for i in range(57)]
 SPECIALS = {"eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}

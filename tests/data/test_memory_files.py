@@ -13,8 +13,8 @@ from hub_server import HubServer
 from scripts import run_script
 from txl_hf import MemoryLengths, StaticMemoryCache, TransfoXLForCausalLM, TransfoXLForTokenClassification
 from txl_hf.data import memory_files
+from txl_hf.memories import memory_of
 from txl_hf.transfo_xl.cache_transfo_xl import CACHE_NAME
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
 KINDS = ["mems", "cache", "static"]
 PADDED = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9])

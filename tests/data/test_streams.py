@@ -533,7 +533,7 @@ def test_items_say_where_documents_begin(kind, ext_len):
 
 def test_documents_of_a_stream_are_read_as_they_are_alone(make_model):
     """A training step with memory and resets against each document by itself."""
-    from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+    from txl_hf.memories import memory_of
 
     model = make_model(mem_len=20)
     text = torch.randint(1, 60, (37,), generator=torch.Generator().manual_seed(0))

@@ -16,9 +16,9 @@ from recorder import Recorder, let_the_host_wait
 from txl_hf import token_losses
 from txl_hf.kernels import captured, steps
 from txl_hf.kernels.steps import STEPS_BEFORE, CapturedSteps, Forward, compile_layers
+from txl_hf.memories import latest_states
 from txl_hf.training.regularization import RegularizationArguments, regularize
 from txl_hf.training.steps import should_capture_steps
-from txl_hf.transfo_xl.memory_transfo_xl import latest_states
 
 PLAIN = {"cutoffs": [], "div_val": 1}
 DROPOUTS = RegularizationArguments(

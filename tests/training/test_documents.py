@@ -32,8 +32,8 @@ from txl_hf import (
 )
 from txl_hf.data import prepare
 from txl_hf.evaluation import score as evaluate
+from txl_hf.memories import memory_of
 from txl_hf.training import command
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
 END = 0
 

@@ -18,9 +18,9 @@ from trainer_process import make_arguments, make_text, read_losses, run
 from trainer_process import make_model as make_small
 from txl_hf import TokenStream, TransfoXLModel
 from txl_hf.kernels.steps import compile_layers
+from txl_hf.memories import memory_of
 from txl_hf.training.regularization import LockedDropout, RegularizationArguments, regularize
 from txl_hf.training.trainer import TransfoXLTrainer
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
 PTB = RegularizationArguments(
     word_dropout=0.2, input_dropout=0.6, attention_dropout=0.2, mlp_dropout=0.2, output_dropout=0.5, ar=0.2, tar=0.1

@@ -45,6 +45,7 @@ from txl_hf import (
     evaluate_language_model,
 )
 from txl_hf.data.streams import RolledStream
+from txl_hf.memories import memory_of
 from txl_hf.training import command, report, trainer
 from txl_hf.training import recipe as recipes
 from txl_hf.training.arguments import TransfoXLTrainingArguments
@@ -52,7 +53,6 @@ from txl_hf.training.checkpoints import last_checkpoint
 from txl_hf.training.optimizers import make_lamb, make_optimizer
 from txl_hf.training.recipe import parse_arguments, write_smoke_data
 from txl_hf.training.trainer import TransfoXLTrainer
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = {

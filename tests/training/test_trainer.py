@@ -61,11 +61,11 @@ from txl_hf import (
 )
 from txl_hf.evaluation.cards import write_model_card
 from txl_hf.kernels import captured
+from txl_hf.memories import memory_of
 from txl_hf.training.arguments import TransfoXLTrainingArguments
 from txl_hf.training.checkpoints import last_checkpoint
 from txl_hf.training.memory import read_position
 from txl_hf.training.trainer import check_special_tokens
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
 CPU_0 = "Trainer loads an optimizer to cpu:0 here, which torch refuses"
 SGD = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "learning_rate": 0.1}

@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 from goldens import golden
 from trainer_process import make_arguments
 from txl_hf import TokenStream, TransfoXLForCausalLM, TransfoXLTrainer
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+from txl_hf.memories import memory_of
 
 FOLDER = golden("trajectory")
 TOLERANCE = 2e-4

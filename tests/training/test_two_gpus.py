@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from txl_hf import RegularizationArguments, TransfoXLForTokenClassification, regularize
-from txl_hf.transfo_xl.memory_transfo_xl import mask_overflow
+from txl_hf.memories import mask_overflow
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.cuda.is_built(), reason="not even fake tensors are on GPUs to a build of PyTorch without them"

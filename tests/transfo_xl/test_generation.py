@@ -12,10 +12,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from models import COMPILERS
 from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLTokenizer
+from txl_hf.memories import memory_of
 from txl_hf.transfo_xl import generation_transfo_xl
 from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax
 from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
 VARIANTS = {
     "empty": {},

@@ -17,8 +17,8 @@ from transformers.cache_utils import DynamicLayer
 import txl_hf
 from models import BACKENDS
 from txl_hf import MemoryLengths, TransfoXLModel
+from txl_hf.memories import mask_overflow, memory_of, real_states
 from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
-from txl_hf.transfo_xl.memory_transfo_xl import mask_overflow, memory_of, real_states
 
 
 def close(actual, expected, tolerance=1e-5):

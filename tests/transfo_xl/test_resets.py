@@ -17,10 +17,10 @@ from txl_hf import (
     TransfoXLForCausalLM,
     TransfoXLForTokenClassification,
 )
+from txl_hf.memories import memory_of
 from txl_hf.transfo_xl.attention_transfo_xl import BACKENDS as ALL_BACKENDS
 from txl_hf.transfo_xl.attention_transfo_xl import AttentionInputs, keep_documents_apart
 from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
 ENCODINGS = {
     "plain": {},
@@ -234,11 +234,11 @@ def test_a_cache_keeps_its_room_where_documents_begin(make_model, make_ids):
     """Keys that a document hides are cleared in place; moving them would make the next token copy all keys."""
     model, cache = make_model(mem_len=9), MemoryCache(make_model(mem_len=9).config)
     model(make_ids(2, 4), past_key_values=cache)
-    buffers = [layer._key_buffer.data_ptr() for layer in cache.layers]
+    buffers = [layer._buffers[0].data_ptr() for layer in cache.layers]
     for begins in (True, False, True):
         resets = torch.tensor([[False], [begins]])
         model(make_ids(2, 1), past_key_values=cache, resets=resets)
-    assert [layer._key_buffer.data_ptr() for layer in cache.layers] == buffers
+    assert [layer._buffers[0].data_ptr() for layer in cache.layers] == buffers
     assert all(layer._room == 9 - 3 for layer in cache.layers)
 
 

@@ -10,7 +10,7 @@ import launcher
 import stepping_process
 from models import BACKENDS, small_config
 from txl_hf import TransfoXLModel
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+from txl_hf.memories import memory_of
 
 # Without `same_length` an observation within a window sees the whole memory and the window up to itself, and step by
 # step no more than the memory: these are equal only while the memory covers both.

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForTokenClassification, pipeline
 
 from txl_hf import TransfoXLForCausalLM, TransfoXLForTokenClassification, TransfoXLTokenizer
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+from txl_hf.memories import memory_of
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from txl_hf import (
     TransfoXLForTokenClassification,
     TransfoXLModel,
 )
-from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+from txl_hf.memories import memory_of
 
 VECTORS = {"vocab_size": 0, "cutoffs": [], "input_size": 5}
 

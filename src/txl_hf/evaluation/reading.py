@@ -23,9 +23,10 @@ from ..data.streams import (
     read_tokens,
 )
 from ..kernels.captured import SegmentsAlike
+from ..memories import latest_states, memory_of
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
-from ..transfo_xl.memory_transfo_xl import MemoryLengths, latest_states, memory_of
+from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
 # Tokens of the text, and losses, that are copied between the host and a device at once.

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
-from ..transfo_xl.memory_transfo_xl import cloned_states, memory_of
+from ..memories import cloned_states, memory_of
 from .captured import RECORDERS
 from .weights import ProductWeights
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..transfo_xl.memory_transfo_xl import real_states
+from ..memories import real_states
 
 # File of a checkpoint. In it, layers are named by their numbers, and the mask of the states is `MASK`.
 MEMS_NAME, MASK = "mems.safetensors", "mask"

@@ -31,10 +31,10 @@ from ..evaluation.cards import METRICS
 from ..evaluation.language_model import figures
 from ..files import disk_errors
 from ..kernels.steps import CapturedSteps, Forward, compile_layers, uncompiled
+from ..memories import cloned_states, latest_states, mask_overflow, memory_of
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
 from ..transfo_xl.masks_transfo_xl import without_padding
-from ..transfo_xl.memory_transfo_xl import cloned_states, latest_states, mask_overflow, memory_of
 from .arguments import FIXED, TransfoXLTrainingArguments
 from .callbacks import MemoryLength, ScaledByLength
 from .cards import complete_push, create_model_card

@@ -9,7 +9,7 @@ Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, S = M +
 
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -47,6 +47,19 @@ def chosen_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | 
     return given
 
 
+def _view_of_buffer(name: str) -> property:
+    """Keys or values of a `MemoryCacheLayer`, (B, H, ≤ M, Dh); None before the first update.
+
+    Setting them leaves no room, because states that are set (reordered, cropped, moved) are no view of the buffer.
+    """
+
+    def set_states(layer: "MemoryCacheLayer", states: Tensor):
+        setattr(layer, name, states)
+        layer._room = 0
+
+    return property(lambda layer: getattr(layer, name), set_states)
+
+
 class MemoryCacheLayer(DynamicSlidingWindowLayer):
     """A sliding layer that does not copy its M keys for every token.
 
@@ -54,69 +67,33 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
     used up, the last M are copied to the front of a new buffer. Everything except `update` is the sliding layer's.
     """
 
-    _keys: Tensor
-    _values: Tensor
-    _key_buffer: Tensor
-    _value_buffer: Tensor
-
-    def __init__(self, sliding_window: int):
-        self._room = 0
-        super().__init__(sliding_window)
-
-    @property
-    def keys(self) -> Tensor:
-        """(B, H, ≤ M, Dh), a view of the buffer; None before the first update."""
-        return self._keys
-
-    @keys.setter
-    def keys(self, keys: Tensor):
-        # No room is left, because keys that are set (reordered, cropped, moved) are no view of the buffer.
-        self._keys, self._room = keys, 0
-
-    @property
-    def values(self) -> Tensor:
-        """As `keys`."""
-        return self._values
-
-    @values.setter
-    def values(self, values: Tensor):
-        self._values, self._room = values, 0
+    keys, values = _view_of_buffer("_keys"), _view_of_buffer("_values")
+    _buffers: list[Tensor]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append (B, H, L, Dh) keys and values to those of the memory; return all, and store the last M."""
         length, memory_length = key_states.shape[2], self.sliding_window - 1
-        if length > self._room or self.record_past or not self._fits(key_states):
-            keys, values = super().update(key_states, value_states, *args, **kwargs)
+        fits = length <= self._room and _may_write(self._buffers[0]) and self._buffers[0].dtype == key_states.dtype
+        if self.record_past or not fits:
+            found = super().update(key_states, value_states, *args, **kwargs)
             # No room with gradients, because keys that a backward pass may need are not written to.
             if not self.record_past and not torch.is_grad_enabled():
-                self._make_room(memory_length)
-            return keys, values
+                self._buffers = [F.pad(states, (0, 0, 0, memory_length)) for states in (self.keys, self.values)]
+                self._keep(self.keys.shape[2], self.keys.shape[2], memory_length)
+            return found
         self.cumulative_length += length
-        seen = self.keys.shape[2] + length
-        room = self._room - length
-        self._end += length
-        buffers = self._key_buffer, self._value_buffer
-        # `narrow`, because it takes a third of the time of an index, in each layer for each token.
-        for buffer, states in zip(buffers, (key_states, value_states), strict=True):
-            buffer.narrow(2, self._end - length, length).copy_(states)
-        kept = min(seen, memory_length)
-        self.keys, self.values = (buffer.narrow(2, self._end - kept, kept) for buffer in buffers)
-        self._room = room
-        keys, values = (buffer.narrow(2, self._end - seen, seen) for buffer in buffers)
+        seen, end, room = self.keys.shape[2] + length, self._end + length, self._room - length
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer.narrow(2, self._end, length).copy_(states)
+        self._keep(min(seen, memory_length), end, room)
+        keys, values = (buffer.narrow(2, end - seen, seen) for buffer in self._buffers)
         return keys, values
 
-    def _fits(self, key_states: Tensor) -> bool:
-        """Whether keys may be written into the buffer, and have its dtype."""
-        return _may_write(self._key_buffer) and self._key_buffer.dtype == key_states.dtype
-
-    def _make_room(self, room: int):
-        self._end = self.keys.shape[2]
-        self._key_buffer, self._value_buffer = (F.pad(states, (0, 0, 0, room)) for states in (self.keys, self.values))
-        self.keys, self.values, self._room = (
-            self._key_buffer[:, :, : self._end],
-            self._value_buffer[:, :, : self._end],
-            room,
-        )
+    def _keep(self, length: int, end: int, room: int):
+        """Let keys and values be the last `length` up to column `end` of the buffers, behind which there is room."""
+        # `narrow`, because it takes a third of the time of an index, in each layer for each token.
+        self.keys, self.values = (buffer.narrow(2, end - length, length) for buffer in self._buffers)
+        self._end, self._room = end, room
 
 
 class Ring:
@@ -124,7 +101,7 @@ class Ring:
 
     Attributes:
         slots: S.
-        is_turning: whether the layers write into the slot `newest` in this call.
+        is_turning: whether tokens are written one by one, into the slot `newest`, since the slots were in order.
         newest: (1,) int, the slot of the newest key; after a call of several tokens the last slot, so that the slots
             are in order of time.
         turned: how many tokens have been written one by one. The count is on the device, because a GPU's graph would
@@ -138,8 +115,7 @@ class Ring:
 
     def __init__(self, slots: int):
         self.slots = slots
-        self.is_turning = False
-        self._is_placed, self._has_turned = False, False
+        self.is_turning = self._is_placed = False
 
     def place(self, device: torch.device):
         """Allocate the tensors on the device, once, because a graph reads fixed addresses."""
@@ -164,14 +140,13 @@ class Ring:
         Returns:
             (S,) int, the place in time of each slot's key once the token has been written: 0 is the oldest.
         """
-        self.is_turning = self._has_turned = True
+        self.is_turning = True
         torch.remainder(self._place.add_(1), self.slots, out=self.newest)
         return (self._before - self.newest).remainder(self.slots)
 
     def unroll(self, layers: Sequence["RingLayer"]):
         """Sort the keys of all layers by time, the newest last; this call does not turn the ring."""
-        self.is_turning = False
-        if not self._has_turned:
+        if not self.is_turning:
             return
         by_time = (self.newest + self._before + 2).remainder(self.slots)
         for layer in layers:
@@ -181,11 +156,11 @@ class Ring:
         self._place.add_(rest)
         self._skipped.add_(rest)
         self.newest.fill_(self.slots - 1)
-        self._has_turned = False
+        self.is_turning = False
 
     def reset(self):
         """Return to the state before any token was written one by one."""
-        self.is_turning = self._has_turned = False
+        self.is_turning = False
         if self._is_placed:
             for tensor in (self.newest, self._place, self._skipped):
                 tensor.fill_(self.slots - 1)
@@ -202,7 +177,6 @@ class RingLayer(StaticLayer):
     """
 
     is_sliding = True
-    is_croppable = False
     keys: Tensor
     values: Tensor
 
@@ -248,14 +222,6 @@ class RingLayer(StaticLayer):
             raise NotImplementedError(
                 "a static cache takes no tokens back: what they replaced is gone; use a MemoryCache"
             )
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self.is_initialized:
-            self.keys, self.values = (states[indices, ...] for states in (self.keys, self.values))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
-            self.keys, self.values = (states.repeat_interleave(repeats, dim=0) for states in (self.keys, self.values))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.max_cache_len - 1 + query_length, 0
@@ -324,21 +290,20 @@ class DecodingState:
         if self.distances is None or self.reach <= reach:
             return
         # By identity, because layers may share a tensor, which is cropped once.
-        both = [rows for of_layer in self.distances for rows in (of_layer.positions, of_layer.rel_bias)]
-        cropped = {id(rows): rows for rows in both if rows is not None}
-        cropped |= {id(rows): rows for rows in self.rel_keys.values()}
-        for name, rows in cropped.items():
-            dim = 0 if any(rows is of_layer.positions for of_layer in self.distances) else 1
-            length = min(reach, rows.shape[dim])
-            cropped[name] = static_address(rows.narrow(dim, -length, length).contiguous())
+        cropped: dict[int, Tensor] = {}
+
+        def crop(rows: Tensor | None, dim: int) -> Any:
+            if rows is not None and id(rows) not in cropped:
+                length = min(reach, rows.shape[dim])
+                cropped[id(rows)] = static_address(rows.narrow(dim, -length, length).contiguous())
+            return None if rows is None else cropped[id(rows)]
+
         self.reach = reach
         self.distances = [
-            of_layer._replace(
-                positions=cropped.get(id(of_layer.positions)), rel_bias=cropped.get(id(of_layer.rel_bias))
-            )
+            of_layer._replace(positions=crop(of_layer.positions, 0), rel_bias=crop(of_layer.rel_bias, 1))
             for of_layer in self.distances
         ]
-        self.rel_keys = {layer: cropped[id(rows)] for layer, rows in self.rel_keys.items()}
+        self.rel_keys = {layer: crop(rows, 1) for layer, rows in self.rel_keys.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodingState":
         # Copies of a cache share the distances, because nothing writes into them.
@@ -357,21 +322,26 @@ def static_address(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# Methods of a cache that select rows, by name, each with a function that selects the same rows of a mask.
+# Methods of a cache that select rows, by name, each with a function that selects the same rows of a tensor.
 _PICKS: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "reorder_cache": lambda mask, rows: mask.index_select(0, rows.to(mask.device)),
-    "batch_select_indices": lambda mask, rows: mask[rows],
-    "batch_repeat_interleave": lambda mask, repeats: mask.repeat_interleave(repeats, dim=0),
+    "reorder_cache": lambda states, rows: states.index_select(0, rows.to(states.device)),
+    "batch_select_indices": lambda states, rows: states[rows],
+    "batch_repeat_interleave": lambda states, repeats: states.repeat_interleave(repeats, dim=0),
 }
 
 
 def _pick_rows(method: str, layers: Sequence[Any], state: DecodingState, rows: Tensor | int) -> None:
     """Apply a method of `_PICKS` to a cache: to the keys and values of its layers, and to its masks."""
+    pick = _PICKS[method]
     for layer in layers:
-        getattr(layer, method)(rows)
+        if hasattr(layer, method):
+            getattr(layer, method)(rows)
+        elif layer.is_initialized:
+            # Static layers have no other method than `reorder_cache`.
+            layer.keys, layer.values = pick(layer.keys, rows), pick(layer.values, rows)
     for name in ("key_mask", "padding"):
         if (of_rows := getattr(state, name)) is not None:
-            setattr(state, name, _PICKS[method](of_rows, rows))
+            setattr(state, name, pick(of_rows, rows))
 
 
 class _ProjectedMemory(Cache):
@@ -427,19 +397,13 @@ class StaticMemoryCache(_ProjectedMemory, StaticCache):
         self.layers = [RingLayer(self.ring) for _ in range(config.n_layer)]
         self.decoding_state = DecodingState()
 
-    @property
-    def is_filled(self) -> bool:
-        """Whether keys have been written, which the host knows without waiting for the device."""
-        return self.layers[0].is_filled
-
     def order_of_keys(self, segment_length: int, key_length: int, can_turn: bool) -> Tensor | None:
         """`AttentionInputs.order`, (K,) int or None, of the keys that the next call returns.
 
         Args:
             can_turn: whether keys may be out of order of time at all.
         """
-        turns = can_turn and self.is_filled
-        if turns and segment_length == 1 and key_length == self.ring.slots:
+        if can_turn and self.layers[0].is_filled and segment_length == 1 and key_length == self.ring.slots:
             return self.ring.turn()
         self.ring.unroll(self.layers)
         return None
@@ -466,7 +430,8 @@ def decoding_state_of(cache: Cache) -> DecodingState:
 def is_filled(cache: Cache) -> bool:
     """Whether a cache has any keys, also those of a memory whose text was cropped."""
     if isinstance(cache, StaticMemoryCache):
-        return cache.is_filled
+        # The host knows it without waiting for the device.
+        return cache.layers[0].is_filled
     initial = cache.decoding_state.initial_length if isinstance(cache, _ProjectedMemory) else 0
     return initial + cache.get_seq_length() > 0
 
@@ -488,7 +453,8 @@ def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Ten
     """
     # Layers that have not run hold no keys: a cache may have more layers than the model.
     held = [layer.keys for layer in cache.layers if layer.is_initialized and layer.keys.dim() == 4]
-    layers = len(cache.layers) if isinstance(cache, _ProjectedMemory) else len(held)
+    is_ours = isinstance(cache, _ProjectedMemory)
+    layers = len(cache.layers) if is_ours else len(held)
     if layers and layers != config.n_layer:
         raise ValueError(f"past_key_values have {layers} layers, but the model has n_layer={config.n_layer}")
     # Sliding layers of transformers keep one key less than their window, too; others grow without an end.
@@ -497,29 +463,30 @@ def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Ten
     if room <= mem_len:
         raise ValueError(
             f"past_key_values keep {room - 1} keys, but this call has mem_len={mem_len}: make them for as many, as "
-            f"with {type(cache).__name__ if isinstance(cache, _ProjectedMemory) else 'MemoryCache'}(model.config, "
-            f"{mem_len}), or let lengths=MemoryLengths(mem_len={room - 1}) be that of the call"
+            f"with {type(cache).__name__ if is_ours else 'MemoryCache'}(model.config, {mem_len}), or let "
+            f"lengths=MemoryLengths(mem_len={room - 1}) be that of the call"
         )
-    mask = decoding_state_of(cache).key_mask
-    for states in [*held[:1], *([] if mask is None else [mask])]:
-        if len(states) != len(embeds):
+    for states in (*held[:1], decoding_state_of(cache).key_mask):
+        if states is not None and len(states) != len(embeds):
             raise ValueError(
                 f"past_key_values hold a memory of {len(states)} rows, but this batch has {len(embeds)}: pick or "
                 "repeat rows with past_key_values.reorder_cache, or make new ones"
             )
-    if held and (held[0].shape[1], held[0].shape[3]) != (config.n_head, config.d_head):
+    if not held:
+        return
+    keys, computed = held[0], working_dtype(embeds)
+    if (keys.shape[1], keys.shape[3]) != (config.n_head, config.d_head):
         raise ValueError(
-            f"past_key_values hold keys of {held[0].shape[1]} heads of {held[0].shape[3]}, but the model has "
+            f"past_key_values hold keys of {keys.shape[1]} heads of {keys.shape[3]}, but the model has "
             f"n_head={config.n_head} and d_head={config.d_head}"
         )
-    if not held or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return
     if not cache.is_compileable and cache.get_seq_length(0) != cache.get_seq_length(config.n_layer - 1):
         raise ValueError(
             "past_key_values hold tokens of a call that ended inside the layers, by Ctrl-C or for want of memory: "
             "call past_key_values.reset() and read the text anew"
         )
-    keys, computed = held[0], working_dtype(embeds)
     # New keys are written into a static cache's tensors; concatenation in another one gives the wider type, which
     # autocast casts.
     wide = keys.dtype if cache.is_compileable else torch.promote_types(keys.dtype, computed)
@@ -560,19 +527,15 @@ def cached_key_mask(
         memory_mask: the cache's mask of its keys, (B, ≥ m) bool or None.
         is_grown: whether the mask is known to have a column for each token of the text, as it has within `generate`.
     """
-    memory_length = min(held_keys(cache, segment_length), mem_len)
+    m = min(held_keys(cache, segment_length), mem_len)
     if memory_mask is not None:
-        memory_mask = memory_mask[:, memory_mask.shape[1] - memory_length :]
-    columns: Collection[int] = (segment_length, memory_length + segment_length)
-    more = 1 + memory_length + segment_length if memory_length == mem_len else None
-    if is_grown or (torch.compiler.is_compiling() and isinstance(cache, StaticMemoryCache)):
-        # The count of a static cache is on the device: a graph cannot read it, and within `generate` the host would
-        # wait for a GPU at every token.
-        more = segment_length
-    elif attention_mask is not None and attention_mask.shape[-1] not in columns:
-        columns = (*columns, text_length(cache) + segment_length)
-    key_mask = make_key_mask(attention_mask, memory_mask, batch_size, segment_length, memory_length, columns, more)
-    return memory_length, key_mask
+        memory_mask = memory_mask[:, memory_mask.shape[1] - m :]
+    # The count of a static cache is on the device: a graph cannot read it, and within `generate` the host would wait
+    # for a GPU at every token.
+    is_grown = is_grown or (torch.compiler.is_compiling() and isinstance(cache, StaticMemoryCache))
+    seen, more = None if is_grown else partial(text_length, cache), is_grown or m == mem_len
+    masks, lengths = (attention_mask, memory_mask), (segment_length, m)
+    return m, make_key_mask(*masks, batch_size, *lengths, fewer=is_grown, more=more, text_length=seen)
 
 
 def held_keys(cache: Cache, segment_length: int) -> int:

@@ -1,5 +1,7 @@
 """Methods that `generate` calls: inputs of each step with a memory, and faster steps on a CPU."""
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -112,74 +114,61 @@ class TransfoXLGenerationMixin(GenerationMixin):
     def prepare_inputs_for_generation(
         self,
         input_ids,
-        next_sequence_length=None,
         past_key_values=None,
-        attention_mask=None,
-        inputs_embeds=None,
-        is_first_iteration=False,
         cache=None,
+        inputs_embeds=None,
+        next_sequence_length=None,
+        is_first_iteration=False,
         **kwargs,
     ):
         # Without a cache `generate` takes mems for one, but each step reads the whole text.
-        past_key_values = chosen_cache(past_key_values, cache) if kwargs.get("use_cache", True) else None
+        cache = chosen_cache(past_key_values, cache) if kwargs.get("use_cache", True) else None
         for name in ("tokenizer", "assistant_tokenizer"):
             # Dropped, because `generate`, which needs them itself, passes them to every call of the model too.
             kwargs.pop(name, None)
-        text = input_ids if inputs_embeds is None or not is_first_iteration else inputs_embeds
-        filled = past_key_values is not None and is_filled(past_key_values)
+        name, text = "input_ids", input_ids
+        if inputs_embeds is not None and is_first_iteration:
+            name, text = "inputs_embeds", inputs_embeds
+        filled = cache is not None and is_filled(cache)
         if filled:
             kwargs.pop("mems", None)
             kwargs.pop("mems_mask", None)
             if is_first_iteration and next_sequence_length is not None:
                 # `generate` counts all keys of the cache as text, but some may be memory from before the text.
-                seen = text_length(past_key_values)
-                next_sequence_length += past_key_values.get_seq_length() - seen
+                seen = text_length(cache)
+                next_sequence_length += cache.get_seq_length() - seen
                 if next_sequence_length <= 0:
-                    name = "input_ids" if inputs_embeds is None else "inputs_embeds"
                     raise ValueError(
                         f"{name} hold {text.shape[1]} tokens, but past_key_values have seen {seen} already: give the "
                         "whole text, those and the new ones, or the new input_ids alone with an attention_mask over "
                         "the whole text"
                     )
-            if past_key_values.is_compileable:
-                length, lengths = next_sequence_length or text.shape[1], kwargs.get("lengths")
-                attention_mask = self._mask_of_static_cache(
-                    past_key_values, attention_mask, lengths, input_ids, length, is_first_iteration
-                )
+        length = next_sequence_length or text.shape[1]
+        if filled and cache.is_compileable:
+            mask, mem_len = kwargs.get("attention_mask"), self._mem_len(kwargs.get("lengths"))
+            kwargs["attention_mask"] = self._mask_of_static_cache(
+                cache, mask, mem_len, input_ids, length, is_first_iteration
+            )
         if (resets := kwargs.pop("resets", None)) is not None:
             if filled and is_first_iteration:
                 # `resets`, like input_ids, cover the whole text or the tokens that the cache has not seen.
-                kwargs["resets"] = resets[:, -(next_sequence_length or text.shape[1]) :]
+                kwargs["resets"] = resets[:, -length:]
             elif not filled:
                 # Padded with False, because tokens after the prompt continue its last document: without a cache every
                 # step reads the whole text, and candidates make the first step longer than the prompt.
                 kwargs["resets"] = F.pad(resets, (0, text.shape[1] - resets.shape[1]))
-        return super().prepare_inputs_for_generation(
-            input_ids,
-            next_sequence_length=next_sequence_length,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **{CACHE_NAME: past_key_values},
-            **kwargs,
-        )
+        kwargs |= {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration, CACHE_NAME: cache}
+        return super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
 
     def _mask_of_static_cache(
-        self,
-        cache: Cache,
-        attention_mask: Tensor | None,
-        lengths: MemoryLengths | None,
-        input_ids: Tensor,
-        length: int,
-        is_first: bool,
+        self, cache: Cache, attention_mask: Tensor | None, mem_len: int, ids: Tensor, length: int, is_first: bool
     ) -> Tensor:
         """(B, m + L) bool, made outside the compiled forward and in one shape at every step."""
-        rows, mem_len = len(input_ids), self._mem_len(lengths)
         m, mask = cached_key_mask(
-            attention_mask, cache, mem_len, rows, length, memory_mask=None, is_grown=not is_first
+            attention_mask, cache, mem_len, len(ids), length, memory_mask=None, is_grown=not is_first
         )
         if mask is None:
-            return torch.ones(rows, m + length, dtype=torch.bool, device=input_ids.device)
+            return torch.ones(len(ids), m + length, dtype=torch.bool, device=ids.device)
         front = None
         if is_first:
             front = clear_hidden(cache, mask, attention_mask, length, self.config)
@@ -225,27 +214,27 @@ class TransfoXLGenerationMixin(GenerationMixin):
         letters = "(B, L, D)" if name == "inputs_embeds" else "(B, L)"
         if inputs.dim() != letters.count(",") + 1:
             raise ValueError(f"{name} are {tuple(inputs.shape)}, but generate needs a batch of texts, {letters}")
+        shape, device = inputs.shape[:2], inputs.device
         mask, mems = model_kwargs.get("attention_mask"), model_kwargs.get("mems")
-        if mask is not None and mems is not None and mask.dim() == 2 and mask.shape[1] > inputs.shape[1]:
+        if mask is not None and mems is not None and mask.dim() == 2 and mask.shape[1] > shape[1]:
             # Split before, because the loops of `generate` cut a mask as they cut the text.
             mem_len = self._mem_len(model_kwargs.get("lengths"))
-            split = split_mask(mask, model_kwargs.get("mems_mask"), mems, self.config, mem_len, inputs.shape[1])
-            model_kwargs |= zip(("mems", "mems_mask", "attention_mask"), split, strict=True)
+            mems, mems_mask, mask = split_mask(self.config, mem_len, inputs, mems, model_kwargs.get("mems_mask"), mask)
+            model_kwargs |= {"mems": mems, "mems_mask": mems_mask, "attention_mask": mask}
         cache = model_kwargs.get(CACHE_NAME)
         is_new = not isinstance(cache, Cache) or not is_filled(cache)
-        positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
-        shape, device = inputs.shape[:2], inputs.device
         documents = {name: model_kwargs.pop(name) for name in PACKED_KEYWORDS if model_kwargs.get(name) is not None}
+        positions = model_kwargs.get("position_ids")
         if positions is not None and is_new and bool(packed_starts(shape, device, mask, positions).any()):
             # As `resets`, because a step cannot find its part of the text by positions that restart. `generate` counts
             # positions itself.
             documents["position_ids"] = model_kwargs.pop("position_ids")
-        if documents:
-            starts, resets = packed_starts(shape, device, mask, **documents), model_kwargs.get("resets")
-            model_kwargs["resets"] = starts if resets is None else resets | starts
         resets = model_kwargs.get("resets")
-        if resets is not None and is_new and resets.shape != inputs.shape[:2]:
-            raise ValueError(f"resets are {tuple(resets.shape)}, but {name} hold {tuple(inputs.shape[:2])} tokens")
+        if documents:
+            starts = packed_starts(shape, device, mask, **documents)
+            resets = model_kwargs["resets"] = starts if resets is None else resets | starts
+        if resets is not None and is_new and resets.shape != shape:
+            raise ValueError(f"resets are {tuple(resets.shape)}, but {name} hold {tuple(shape)} tokens")
         return inputs, name, model_kwargs
 
     def _prefill(self, *args, **kwargs):
@@ -264,11 +253,9 @@ class TransfoXLGenerationMixin(GenerationMixin):
         strings = generation_config.stop_strings
         if strings is None or getattr(tokenizer, "mode", None) is None:
             return super()._get_stopping_criteria(generation_config, stopping_criteria, tokenizer)
-        generation_config.stop_strings = None
-        try:
-            criteria = super()._get_stopping_criteria(generation_config, stopping_criteria, tokenizer)
-        finally:
-            generation_config.stop_strings = strings
+        others = copy.copy(generation_config)
+        others.stop_strings = None
+        criteria = super()._get_stopping_criteria(others, stopping_criteria, tokenizer)
         criteria.append(_StopStrings(tokenizer, strings))
         return criteria
 

@@ -6,7 +6,7 @@ Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m +
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,13 @@ from torch.nn import functional as F
 # Where documents begin, see `packed_starts`; `generate` writes position_ids itself, never the others.
 PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 DOCUMENT_KEYWORDS = ("position_ids", *PACKED_KEYWORDS)
-# Keywords that `capture_outputs` reads, around the forward of the model.
-CAPTURED = {"output_hidden_states", "output_attentions"}
-# Keywords that `transformers` passes to every model and this one ignores, because the memory has the segment's
-# position, the lengths of documents follow from their beginnings, one type of token needs no ids, and attention is
-# causal.
-IDLE = {"cache_position", "max_length_q", "max_length_k", "token_type_ids", "is_causal", "return_dict"}
-KNOWN = CAPTURED.union(IDLE, DOCUMENT_KEYWORDS)
+# Keywords that `capture_outputs` reads around the forward of the model, that say where documents begin, and that
+# `transformers` passes to every model and this one ignores, because the memory has the segment's position, the lengths
+# of documents follow from their beginnings, one type of token needs no ids, and attention is causal.
+KNOWN = {
+    *("output_hidden_states", "output_attentions", *DOCUMENT_KEYWORDS),
+    *("cache_position", "max_length_q", "max_length_k", "token_type_ids", "is_causal", "return_dict"),
+}
 
 
 def check_inputs(keywords: dict[str, Any], **tensors: Any) -> None:
@@ -64,7 +64,7 @@ def find_resets(
         ValueError: `resets` have another shape or type, or the model cannot begin documents inside a segment.
     """
     documents = {name: keywords[name] for name in DOCUMENT_KEYWORDS if keywords.get(name) is not None}
-    found: list[Any] = []
+    found: list[Tensor] = []
     if resets is not None:
         if resets.dtype != torch.bool or resets.shape != shape:
             raise ValueError(
@@ -108,8 +108,9 @@ def packed_starts(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     seq_idx: Tensor | None = None,
-) -> Tensor | None:
-    """Where documents begin inside the rows of a segment, as `transformers` and TRL write it into packed batches.
+) -> Tensor:
+    """Where documents begin inside the rows of a segment, as `transformers` and TRL write it into packed batches. At
+    least one keyword of theirs is given.
 
     A row's first token is never marked, because the memory decides whether it continues a text.
 
@@ -123,34 +124,29 @@ def packed_starts(
         seq_idx: (1, L) or (B, L), the number of the document that a token is of.
 
     Returns:
-        (B, L) bool, or None if none of these is given.
+        (B, L) bool.
 
     Raises:
         ValueError: an argument has another shape or type, positions leave out numbers, or ends are out of order.
     """
-    real = last = None
+    real, places = torch.ones(shape, dtype=torch.bool, device=device), torch.arange(shape[1], device=device)
     # A mask of another shape is ignored, because `Segment.open` refuses it.
     if attention_mask is not None and attention_mask[..., -shape[1] :].shape == shape:
         real = real_tokens(attention_mask, shape[1]).to(device)
-        places = torch.arange(shape[1], device=device)
-        # For each token except the first: the place of the last real token before it, or -1 where there is none.
-        last = torch.where(real, places, -1).cummax(dim=1).values[:, :-1]
+    # For each token except the first: the place of the last real token before it, or -1 where there is none.
+    last = torch.where(real, places, -1).cummax(dim=1).values[:, :-1]
 
     def where(begins: Callable[[Tensor, Tensor], Tensor], numbers: Tensor) -> Tensor:
-        """(B, L) bool: `begins` of each token's number and that of the last real token before it."""
-        if real is None or last is None:
-            return F.pad(begins(numbers[:, 1:], numbers[:, :-1]), (1, 0))
+        """(B, L) bool: `begins` of each real token's number and that of the last real token before it."""
         before = numbers.gather(1, last.clamp(min=0))
         return F.pad(begins(numbers[:, 1:], before) & real[:, 1:] & (last >= 0), (1, 0))
 
     found = []
     if position_ids is not None:
         positions = _per_token("position_ids", position_ids, shape, device)
-        steps = positions[:, 1:] - positions[:, :-1]
-        if real is not None:
-            # Steps at padding are not checked, because programs count positions of padding differently.
-            steps = torch.where(real[:, 1:] & real[:, :-1], steps, 1)
-        if not torch.compiler.is_compiling() and bool((steps > 1).any()):
+        # Steps at padding are not checked, because programs count positions of padding differently.
+        skips = (positions[:, 1:] - positions[:, :-1] > 1) & real[:, 1:] & real[:, :-1]
+        if not torch.compiler.is_compiling() and bool(skips.any()):
             raise ValueError("position_ids leave out positions: they must count on by one, and may restart")
         found.append(where(torch.le, positions))
     if seq_idx is not None:
@@ -163,20 +159,15 @@ def packed_starts(
                 f"{name} is {tuple(lengths.shape)} of {lengths.dtype} for {shape[0]} rows, but must be integers "
                 "(documents + 1,), for a single row"
             )
-        _check_ends(name, lengths, shape[1])
-        ends = torch.zeros(shape[1] + 1, dtype=torch.long, device=device)
+        if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+            given = lengths.tolist()
+            if not given or given[0] != 0 or given[-1] > shape[1] or sorted(given) != given:
+                raise ValueError(
+                    f"{name} is {given[:8]} for {shape[1]} tokens, but must begin with 0, not fall, and end there"
+                )
         # Only padding may follow the last end.
-        ends = ends.index_fill(0, lengths[1:].to(device, torch.long), 1)[None, : shape[1]]
-        found.append(where(torch.ne, ends.cumsum(1)))
-    return functools.reduce(torch.logical_or, found) if found else None
-
-
-def _check_ends(name: str, ends: Tensor, length: int) -> None:
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return
-    found = ends.tolist()
-    if not found or found[0] != 0 or found[-1] > length or sorted(found) != found:
-        raise ValueError(f"{name} is {found[:8]} for {length} tokens, but must begin with 0, not fall, and end there")
+        found.append(where(torch.ne, torch.bucketize(places, lengths[1:].to(device, torch.long), right=True)[None]))
+    return functools.reduce(torch.logical_or, found)
 
 
 def _per_token(name: str, given: Tensor, shape: tuple[int, int], device: torch.device) -> Tensor:
@@ -194,54 +185,58 @@ def make_key_mask(
     batch_size: int,
     segment_length: int,
     memory_length: int,
-    columns: Collection[int],
-    more: int | None = None,
+    *,
+    fewer: bool = False,
+    more: bool = False,
+    text_length: Callable[[], int] | None = None,
 ) -> Tensor | None:
     """Which of the m + L keys are real: (B, m + L) bool, or None for all of them.
 
     The last column is for the last key, the one before for the key before it. Columns before the first key are
     ignored, and keys without a column are masked as in the memory. With `initial_memory="zeros"`, zeros in front are
-    zero states before the text (`zeros_in_front`). The right number of columns depends on what precedes the segment:
+    zero states before the text (`zeros_in_front`). A mask may have L columns (the segment) or m + L (the memory too).
+    Other numbers depend on what precedes the segment:
 
-    | what precedes the segment | m | n: what the mask is for |
-    |---|---|---|
-    | nothing, as with `mem_len=0` or an empty initial memory | 0 | L: the segment |
-    | the initial memory, of zeros | M | L: the segment; M + L: the zeros too |
-    | `mems` | ≤ M | L; m + L: the memory too |
-    | `mems` that are full | M | also any n > M + L: the whole text so far |
-    | `mems`, with `initial_memory="zeros"` | ≤ M | also any n between L and m + L: a text shorter than its memory |
-    | a cache (`cached_key_mask`) | ≤ M | L; m + L; the whole text's length, L and what the cache has seen |
-    | a cache that is full | M | also any n > M + L: the whole text so far, and what preceded it |
-    | a cache, within `generate`, or a static one in a graph | ≤ M | any n ≥ L, as the text's length is not known |
+    | what precedes the segment | n, the number of columns |
+    |---|---|
+    | the initial memory, or nothing | none other |
+    | `mems` or a cache that are full, m = M | any n > M + L: the whole text so far, and what preceded it (`more`) |
+    | `mems`, with `initial_memory="zeros"` | any n between: a text shorter than its memory (`fewer`) |
+    | a cache | the whole text's length, L and what the cache has seen (`text_length`) |
+    | a cache, within `generate`, or a static one in a graph | any n ≥ L, as the text's length is not known (both) |
 
     Args:
         attention_mask: (B, n), 1 = real. None: all real.
         memory_mask: (B, m) bool, the mask of the memory itself, also for keys without a column. None: all real.
-        columns: the valid n. more: the number from which any n is valid; None: no such number.
+        text_length: gives the number of tokens that a cache has seen.
 
     Raises:
         ValueError: the mask has another shape or other values.
     """
     if attention_mask is None:
         return None if memory_mask is None else F.pad(memory_mask, (0, segment_length), value=True)
-    key_length = memory_length + segment_length
-    length = attention_mask.shape[-1]
-    # Comparisons, because TorchDynamo does not trace `length in range(…)` with symbolic bounds.
-    fits = columns.start <= length < columns.stop if isinstance(columns, range) else length in columns
-    fits = fits or (more is not None and length >= more)
+    key_length, columns = memory_length + segment_length, attention_mask.shape[-1]
+    widths = {segment_length, key_length}
+    # Comparisons, because TorchDynamo does not trace `columns in range(…)` with symbolic bounds.
+    fits = columns == segment_length or columns == key_length or (more and columns > key_length)
+    fits = fits or (fewer and segment_length < columns < key_length)
+    if not fits and text_length is not None:
+        widths.add(text_length() + segment_length)
+        fits = columns in widths
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or not fits:
+        needed = " or ".join(f"({batch_size}, {n})" for n in sorted(widths))
+        if fewer:
+            needed = f"({batch_size}, n) with n from {segment_length} to {key_length}"
         raise ValueError(
             f"attention_mask is {tuple(attention_mask.shape)}, but a segment of {segment_length} after a memory of "
-            f"{memory_length} needs {_shapes(batch_size, columns)}{'' if more is None else ' or more columns'}"
+            f"{memory_length} needs {needed}{' or more columns' if more else ''}"
         )
     if segment_length > 1 or attention_mask.is_floating_point():
         # Not for a single token, because the mask of its text was checked before.
         _check_zeros_and_ones(attention_mask)
     mask = attention_mask[:, -key_length:].bool()
     mask = F.pad(mask, (key_length - mask.shape[1], 0), value=True)
-    if memory_mask is not None:
-        mask = mask & F.pad(memory_mask, (0, segment_length), value=True)
-    return mask
+    return mask if memory_mask is None else mask & F.pad(memory_mask, (0, segment_length), value=True)
 
 
 def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_length: int) -> Tensor:
@@ -278,14 +273,13 @@ class OpenPadding(NamedTuple):
     Attributes:
         seen: (B, m + L) bool, which keys queries see.
         real: (B, m + L) bool, which keys are real, zero states among them.
-        begun: (B, L + 1) bool, whether a row's text has begun after 0 … L tokens of the segment.
-        tokens: (B, L) bool, which tokens precede the text: their states are zeros in every layer.
+        waiting: (B, L + 1) bool, whether a row's text has not begun after 0 … L tokens of the segment. The last L
+            columns are those of its tokens that precede the text: their states are zeros in every layer.
     """
 
     seen: Tensor
     real: Tensor
-    begun: Tensor
-    tokens: Tensor
+    waiting: Tensor
 
     @classmethod
     def of(cls, mask: Tensor, memory_length: int, begins: bool, front: Tensor | None) -> "OpenPadding":
@@ -297,40 +291,31 @@ class OpenPadding(NamedTuple):
         """
         memory, segment = mask[:, :memory_length], mask[:, memory_length:]
         starts = ~memory.any(dim=1, keepdim=True)
-        before = starts | starts.new_tensor(begins)
-        tokens = before & (segment.cumsum(dim=1) == 0)
+        waiting = (starts | starts.new_tensor(begins)) & (F.pad(segment, (1, 0)).cumsum(dim=1) == 0)
+        tokens = waiting[:, 1:]
         real = torch.cat([memory | starts, segment | tokens], dim=1)
         if front is not None:
             real = real | F.pad(front, (mask.shape[1] - front.shape[1], 0))
         seen = real & (torch.arange(mask.shape[1], device=mask.device) >= tokens.sum(dim=1, keepdim=True))
-        return cls(seen, real, torch.cat([~before, segment], dim=1).cumsum(dim=1) > 0, tokens)
-
-
-def _shapes(batch_size: int, columns: Collection[int]) -> str:
-    if isinstance(columns, range):
-        return f"({batch_size}, n) with n from {columns[0]} to {columns[-1]}"
-    return " or ".join(f"({batch_size}, {n})" for n in sorted(set(columns)))
+        return cls(seen, real, waiting)
 
 
 def _check_zeros_and_ones(attention_mask: Tensor) -> None:
     """Raise a ValueError for other numbers than 1 = real and 0 = padding: document numbers, or a float mask that is
     added to scores, where 0 is real. The host waits for a GPU with float masks alone; others are asserted there."""
-    if attention_mask.dtype == torch.bool or attention_mask.numel() == 0:
+    if attention_mask.dtype == torch.bool or attention_mask.numel() == 0 or not can_look(attention_mask, gpu=True):
         return
     if attention_mask.is_floating_point():
-        if not can_look(attention_mask, gpu=True):
-            return
         if not bool(((attention_mask == 0) | (attention_mask == 1)).all()) or not bool(attention_mask.any()):
             raise ValueError(
                 f"attention_mask is {attention_mask.dtype} and not made of 1 = real and 0 = padding: a mask that is "
                 "added to scores, 0 = real, reads the other way round; give (mask == 0).long() instead"
             )
         return
+    low, high = attention_mask.aminmax()
     message = "attention_mask holds {}, but 1 = real and 0 = padding: where documents begin, resets or seq_idx tell"
     if can_look(attention_mask):
-        low, high = attention_mask.aminmax()
         if low < 0 or high > 1:
             raise ValueError(message.format(int(low if low < 0 else high)))
-    elif attention_mask.is_cuda and can_look(attention_mask, gpu=True):
-        low, high = attention_mask.aminmax()
+    elif attention_mask.is_cuda:
         torch._assert_async((low >= 0) & (high <= 1), message.format("other numbers"))

@@ -9,10 +9,10 @@ Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m +
 Dh = `d_head`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -93,39 +93,57 @@ class MemoryLengths:
         return filled
 
 
+class Memory(NamedTuple):
+    """The memory that precedes a segment, as states or in a cache, with the mask of the call's keys.
+
+    Attributes:
+        states: for each layer (B, m, D), as they were given; None where there is no memory or a cache holds it.
+        length: m.
+        key_mask: (B, m + L) bool, which keys are real; None: all.
+        begins: whether all texts begin with this segment.
+        front: see `zeros_in_front`; None unless zero states precede a text.
+        is_covered: whether the call's `attention_mask` has a column for each key.
+        older_mask: (B, n) bool or None, which keys of a cache before the last m are real, for longer memories.
+    """
+
+    states: Sequence[Tensor | None]
+    length: int
+    key_mask: Tensor | None
+    begins: bool
+    front: Tensor | None
+    is_covered: bool
+    older_mask: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Segment:
     """Inputs of a call beside its hidden states: made by `Segment.open` at the beginning, and only read afterwards.
 
     Attributes:
         lengths: of the call, none of them None.
-        length, memory_length, key_length: L, m and K.
-        memory: for each layer the states (B, m, D) that entered it before, as they were given; None where there is no
-            memory or `cache` holds it.
+        length, key_length: L and m + L.
+        memory: see `Memory`.
         cache: receives the keys and values of the call, or None.
         memory_mask: (B, m) bool, which states of the memory are real; None: all.
         text_mask: (B, m + L) bool, which keys the memory keeps as real; None: all.
-        padding: padding in front of texts that zero states precede; None: there is none.
-        first_key: (B, L) int, the first key that each token sees, of its document; None: 0.
-        older_mask: (B, n) bool or None, which keys of `cache` before the last m are real, for longer memories.
-        attention: arguments of `relative_attention` that all layers share.
         key_mask: (B, m + L) bool, which keys queries see; None: all. The same as `text_mask`, except for padding in
             front of a text that zero states precede: `OpenPadding.seen`.
+        padding: padding in front of texts that zero states precede; None: there is none.
+        first_key: (B, L) int, the first key that each token sees, of its document; None: 0.
+        attention: arguments of `relative_attention` that all layers share.
     """
 
     lengths: FilledLengths
     length: int
-    memory_length: int
     key_length: int
-    memory: tuple[Tensor | None, ...]
+    memory: Memory
     cache: Cache | None
     memory_mask: Tensor | None
     text_mask: Tensor | None
+    key_mask: Tensor | None
     padding: OpenPadding | None
     first_key: Tensor | None
-    older_mask: Tensor | None
     attention: dict[str, Any]
-    key_mask: Tensor | None
 
     @classmethod
     def open(
@@ -151,33 +169,20 @@ class Segment:
         """
         implementation = "eager" if wants_attentions else config._attn_implementation
         backend = BACKENDS.get(implementation) or find_backend(implementation)
-        batch_size, length, _ = embeds.shape
-        filled, older_mask, front = cache is not None and is_filled(cache), None, None
         if cache is not None:
             check_cache(cache, config, lengths.mem_len, embeds)
-        if filled:
+        if cache is not None and is_filled(cache):
             check_one_memory(mems, mems_mask)
-            held = remembered_mask(cache, held_keys(cache, length))
-            m, text_mask = cached_key_mask(attention_mask, cache, lengths.mem_len, batch_size, length, held)
-            hides = attention_mask is not None or config.initial_memory == "zeros"
-            if hides and text_mask is not None and not torch.compiler.is_compiling():
-                front = clear_hidden(cache, text_mask, attention_mask, length, config)
-            if (older := held_keys(cache, length) - m) > 0:
-                older_mask = embeds.new_ones(batch_size, older, dtype=torch.bool) if held is None else held[:, :older]
-            memory: tuple[Tensor | None, ...] = (None,) * config.n_layer
+            memory = _open_cache(config, lengths.mem_len, embeds, attention_mask, cache)
         else:
-            memory, text_mask = _open_states(config, lengths, embeds, mems, mems_mask, attention_mask, cache)
-            m = 0 if memory[0] is None else memory[0].shape[1]
-        first_key = None
+            memory = _open_states(config, lengths.mem_len, embeds, mems, mems_mask, attention_mask, cache)
+        m, length, text_mask, first_key = memory.length, embeds.shape[1], memory.key_mask, None
         if resets is not None:
             text_mask, first_key = _begin_documents(text_mask, resets, m)
         key_mask = text_mask = None if text_mask is None else drop_idle_mask(text_mask)
         padding, memory_mask = None, None if text_mask is None else text_mask[:, :m]
         if text_mask is not None and m > 0 and config.initial_memory == "zeros":
-            if not filled:
-                states = m if mems is None else mems[0].shape[1]
-                front = zeros_in_front(attention_mask, length, states + length, mems_mask)
-            padding = OpenPadding.of(text_mask, m, not filled and mems is None, front)
+            padding = OpenPadding.of(text_mask, m, memory.begins, memory.front)
             key_mask, text_mask = drop_idle_mask(padding.seen), padding.real
         # `same_length` gives every query as many keys as the memory is long; without a memory that would be none.
         limited = lengths.same_length and lengths.mem_len > 0
@@ -188,34 +193,28 @@ class Segment:
             order = cache.order_of_keys(length, m + length, can_turn)
         if backend.needs_hidden:
             hidden = hidden_keys(length, m + length, window, key_mask, embeds.device, first_key, order)
-        attention = {
-            "implementation": implementation,
-            "key_mask": key_mask,
-            "window": window,
-            "first_key": first_key,
-            "order": order,
-            "hidden": hidden,
-        }
-        masks = (memory_mask, text_mask, padding, first_key, older_mask)
-        return cls(lengths, length, m, m + length, memory, cache, *masks, attention, key_mask)
+        attention = {"implementation": implementation, "window": window, "order": order, "hidden": hidden}
+        attention |= {"key_mask": key_mask, "first_key": first_key}
+        masks = (memory_mask, text_mask, key_mask, padding, first_key)
+        return cls(lengths, length, m + length, memory, cache, *masks, attention)
 
     def memory_of(self, layer: int, states: Tensor) -> Tensor | None:
         """A layer's memory, (B, m, D), on the device and in the dtype of `states`; None where there is none.
 
         States that are not real are zeros here, because NaN times an attention weight of 0 is NaN.
         """
-        memory = self.memory[layer]
-        if memory is None:
-            return None
-        memory = memory.to(states.device, states.dtype)
-        return memory if self.memory_mask is None else hide_states(memory, self.memory_mask)
+        memory = self.memory.states[layer]
+        if memory is not None:
+            memory = memory.to(states.device, states.dtype)
+            memory = memory if self.memory_mask is None else hide_states(memory, self.memory_mask)
+        return memory
 
     def real_after(self, tokens: int) -> Tensor | None:
         """Which of the m + L keys are real after the first `tokens` tokens, without earlier documents: (B, m + L)
         bool; None: all."""
         if self.padding is not None:
             # A row with padding alone so far keeps no real state, so that the next segment is its first.
-            return self.padding.real & self.padding.begun[:, tokens : tokens + 1]
+            return self.padding.real & ~self.padding.waiting[:, tokens : tokens + 1]
         if self.first_key is None or tokens == 0:
             return self.text_mask
         first_key = self.first_key[:, tokens - 1 : tokens]
@@ -232,7 +231,7 @@ class Segment:
             `mems`, NaN where they are not real, with a graph where gradients are enabled, and `mems_mask`. No state is
             copied that need not be.
         """
-        m, lengths = self.memory_length, self.lengths
+        m, lengths = self.memory.length, self.lengths
         end = m + max(0, self.length - lengths.ext_len)
         start = max(0, end - lengths.mem_len)
         if start == m and end == start + self.length:
@@ -253,23 +252,18 @@ class Segment:
         if mems_mask is None:
             return mems, None
         # A copy, because the caller may set a row to False to begin it afresh.
-        mems_mask = mems_mask.clone()
-        return tuple(_mark(states, mems_mask) for states in mems), mems_mask
+        mems_mask, hidden = mems_mask.clone(), ~mems_mask[..., None]
+        return tuple(states.masked_fill(hidden.to(states.device), torch.nan) for states in mems), mems_mask
 
-    def remember_in_cache(self, attention_mask: Tensor | None) -> None:
-        """Store in the cache, after the keys of the call, which of its keys are real.
-
-        Args:
-            attention_mask: the call's argument.
-        """
+    def remember_in_cache(self) -> None:
+        """Store in the cache, after the keys of the call, which of its keys are real."""
         cache, mask = self.cache, self.real_after(self.length)
         assert cache is not None
         state = decoding_state_of(cache)
         if self.padding is not None and not torch.compiler.is_compiling():
-            new = self.padding.tokens.sum(dim=1)
+            new = self.padding.waiting[:, 1:].sum(dim=1)
             state.padding = new if state.padding is None else state.padding + new
-        if self.older_mask is not None:
-            older = self.older_mask
+        if (older := self.memory.older_mask) is not None:
             if self.first_key is not None:
                 older = older & (self.first_key[:, -1:] == 0)
             mask = torch.cat([older, older.new_ones(len(older), self.key_length) if mask is None else mask], dim=1)
@@ -290,47 +284,62 @@ class Segment:
             state.key_mask = static_address(mask.clone(memory_format=torch.contiguous_format))
         elif state.key_mask is not None and state.key_mask.shape == mask.shape:
             state.key_mask.copy_(mask)
-        elif self.first_key is not None or attention_mask is None or attention_mask.shape[1] < self.key_length:
+        elif self.first_key is not None or not self.memory.is_covered:
             # Otherwise none is stored, because the caller gives a mask of all keys with every token, as `generate`
             # does, and a graph cannot check whether it hides anything.
             state.key_mask = mask
 
 
+def _open_cache(
+    config: TransfoXLConfig, mem_len: int, embeds: Tensor, attention_mask: Tensor | None, cache: Cache
+) -> Memory:
+    """The memory of a call that continues a cache; keys that the call hides are cleared there."""
+    (rows, length, _), held, zeros = embeds.shape, held_keys(cache, embeds.shape[1]), config.initial_memory == "zeros"
+    real, front, older_mask = remembered_mask(cache, held), None, None
+    m, mask = cached_key_mask(attention_mask, cache, mem_len, rows, length, real)
+    if mask is not None and (attention_mask is not None or zeros) and not torch.compiler.is_compiling():
+        front = clear_hidden(cache, mask, attention_mask, length, config)
+    if held > m:
+        older_mask = embeds.new_ones(rows, held - m, dtype=torch.bool) if real is None else real[:, : held - m]
+    is_covered = attention_mask is not None and attention_mask.shape[-1] >= m + length
+    return Memory((None,) * config.n_layer, m, mask, False, front, is_covered, older_mask)
+
+
 def _open_states(
     config: TransfoXLConfig,
-    lengths: FilledLengths,
+    mem_len: int,
     embeds: Tensor,
     mems: tuple[Tensor, ...] | None,
     mems_mask: Tensor | None,
     attention_mask: Tensor | None,
     cache: Cache | None,
-) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
-    """The states of the memory, and the mask of the m + L keys, of a call with `mems` or at a text's beginning."""
-    (batch_size, length, _), mem_len = embeds.shape, lengths.mem_len
-    given = mems is not None or mems_mask is not None
-    states = mems if given else initial_memory(config, mem_len, batch_size, embeds.dtype, embeds.device)
-    if states is None and not given:
-        return (None,) * config.n_layer, make_key_mask(attention_mask, None, batch_size, length, 0, (length,))
-    m = 0 if states is None else states[0].shape[1]
-    is_static = cache is not None and cache.is_compileable
-    if is_static and attention_mask is not None and attention_mask.shape[-1] == mem_len + length:
-        # Columns of absent states are dropped, because a static cache starts full and the mask has its length.
-        attention_mask = attention_mask[..., mem_len - m :]
-    if given:
-        mask = mask_of_mems(attention_mask, mems_mask, mems, (batch_size, length), embeds.device, config, mem_len)
+) -> Memory:
+    """The memory of a call with `mems` or at a text's beginning, which fills a cache if there is one."""
+    rows, length = embeds.shape[:2]
+    begins = mems is None and mems_mask is None
+    if begins:
+        mems = initial_memory(config, mem_len, rows, embeds.dtype, embeds.device)
     else:
-        mask = make_key_mask(attention_mask, None, batch_size, length, m, (length, m + length))
+        _check_mems(mems, mems_mask, config, mem_len, rows)
+    m = 0 if mems is None else mems[0].shape[1]
+    is_static, mask, front = cache is not None and cache.is_compileable, None, None
+    columns = 0 if attention_mask is None else attention_mask.shape[-1]
+    if attention_mask is not None or mems_mask is not None:
+        if is_static and attention_mask is not None and columns == mem_len + length:
+            # Columns of absent states are dropped, because a static cache starts full and the mask has its length.
+            attention_mask = attention_mask[..., mem_len - m :]
+        mems_mask, zeros = None if mems_mask is None else mems_mask.to(embeds.device), config.initial_memory == "zeros"
+        fewer, more = not begins and zeros, not begins and m == mem_len
+        mask = make_key_mask(attention_mask, mems_mask, rows, length, m, fewer=fewer, more=more)
+        front = zeros_in_front(attention_mask, length, m + length, mems_mask) if zeros else None
     if is_static and m < mem_len:
         # Masked states fill the cache in front of the given ones.
-        if mask is None:
-            mask = embeds.new_ones(batch_size, m + length, dtype=torch.bool)
+        mask = embeds.new_ones(rows, m + length, dtype=torch.bool) if mask is None else mask
         mask = F.pad(mask, (mem_len - m, 0), value=False)
-        states = tuple(F.pad(of_layer, (0, 0, mem_len - m, 0)) for of_layer in states or ())
-        m = mem_len
+        mems, m = tuple(F.pad(states, (0, 0, mem_len - m, 0)) for states in mems or ()), mem_len
     if cache is not None:
         attach_state(cache, DecodingState(initial_length=m))
-    assert states is not None, "mask_of_mems refuses a mask without mems"
-    return states, mask
+    return Memory(mems or (None,) * config.n_layer, m, mask, begins, front, columns >= m + length)
 
 
 def _begin_documents(text_mask: Tensor | None, resets: Tensor, m: int) -> tuple[Tensor | None, Tensor]:
@@ -352,54 +361,25 @@ def check_one_memory(mems: tuple[Tensor, ...] | None, mems_mask: Tensor | None) 
         raise ValueError(f"give {name} or past_key_values that hold a memory already, not both")
 
 
-def mask_of_mems(
-    attention_mask: Tensor | None,
-    mems_mask: Tensor | None,
-    mems: tuple[Tensor, ...] | None,
-    shape: tuple[int, int],
-    device: torch.device,
-    config: TransfoXLConfig,
-    mem_len: int,
-) -> Tensor | None:
-    """`make_key_mask` for a segment of this shape, (B, L), after mems, (B, m, D), for which masks may have columns.
-
-    Raises:
-        ValueError: the mems or a mask do not fit the model or the segment.
-    """
-    _check_mems(mems, mems_mask, config, mem_len, shape[0])
-    if mems is None or (attention_mask is None and mems_mask is None):
-        return None
-    (batch_size, segment_length), memory_length = shape, mems[0].shape[1]
-    mems_mask = None if mems_mask is None else mems_mask.to(device)
-    columns: Collection[int] = (segment_length, memory_length + segment_length)
-    if attention_mask is not None and config.initial_memory == "zeros":
-        # Fewer columns than keys are valid, for a text shorter than its memory, because zeros precede it. Only with a
-        # mask, because a range would bind an exported graph to one length.
-        columns = range(segment_length, memory_length + segment_length + 1)
-    more = 1 + memory_length + segment_length if memory_length == mem_len else None
-    return make_key_mask(attention_mask, mems_mask, batch_size, segment_length, memory_length, columns, more)
-
-
 def split_mask(
-    attention_mask: Tensor,
-    mems_mask: Tensor | None,
-    mems: tuple[Tensor, ...],
     config: TransfoXLConfig,
     mem_len: int,
-    length: int,
+    inputs: Tensor,
+    mems: tuple[Tensor, ...],
+    mems_mask: Tensor | None,
+    attention_mask: Tensor,
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """`mems`, `mems_mask` and `attention_mask`, (B, length), from a mask of mems and text together.
+    """`mems`, `mems_mask` and `attention_mask`, (B, L), from a mask of mems and text together; `inputs` are (B, L, …).
 
     Raises:
         ValueError: as in a forward.
     """
-    shape = len(attention_mask), length
-    key_mask = mask_of_mems(attention_mask, mems_mask, mems, shape, attention_mask.device, config, mem_len)
-    assert key_mask is not None, "made of an attention_mask"
-    front = zeros_in_front(attention_mask, length, key_mask.shape[1], mems_mask)
-    if front is not None and config.initial_memory == "zeros":
-        key_mask, mems = key_mask | front, tuple(hide_states(states, ~front[:, :-length]) for states in mems)
-    return mems, key_mask[:, :-length], key_mask[:, -length:].to(attention_mask.dtype)
+    memory = _open_states(config, mem_len, inputs, mems, mems_mask, attention_mask, None)
+    m, mask, front = memory.length, memory.key_mask, memory.front
+    assert mask is not None, "made of an attention_mask"
+    if front is not None:
+        mask, mems = mask | front, tuple(hide_states(states, ~front[:, :m]) for states in mems)
+    return mems, mask[:, :m], mask[:, m:].to(attention_mask.dtype)
 
 
 def initial_memory(
@@ -417,85 +397,10 @@ def hide_states(states: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask[..., None].to(states.device), states, 0)
 
 
-def memory_of(outputs: Mapping[str, Any], compiled: bool = False) -> dict[str, Any]:
-    """The memory that a call has returned, as keyword arguments of the next call; {} where there is none.
-
-    Where NaN without a mask is an error, a mask of True replaces None, because NaN from a diverging training must not
-    be reported as padding whose mask was lost.
-
-    Args:
-        compiled: whether the next call is, which would compute with a mask of True; None stays.
-    """
-    mems, mems_mask = outputs.get("mems"), outputs.get("mems_mask")
-    if mems is None:
-        return {}
-    is_asked = not compiled and can_look(mems[0])
-    return {"mems": mems, "mems_mask": real_states(mems, mems_mask) if is_asked else mems_mask}
-
-
-def latest_states(memory: dict[str, Any], mem_len: int) -> dict[str, Any]:
-    """The result of `memory_of`, cut to the last `mem_len` states, which is all that a shorter memory holds."""
-    mems, mems_mask = memory.get("mems"), memory.get("mems_mask")
-    if mems is None or mems[0].shape[1] <= mem_len:
-        return memory
-    if mem_len == 0:
-        return {}
-    return {
-        "mems": tuple(states[:, -mem_len:] for states in mems),
-        "mems_mask": None if mems_mask is None else mems_mask[:, -mem_len:],
-    }
-
-
-def cloned_states(memory: dict[str, Any]) -> dict[str, Any]:
-    """The result of `memory_of`, in tensors of its own: a captured graph writes its outputs to the same place at every
-    step, and would overwrite its next input."""
-    if not memory:
-        return memory
-    mems, mems_mask = memory["mems"], memory["mems_mask"]
-    return {
-        "mems": tuple(states.clone() for states in mems),
-        "mems_mask": None if mems_mask is None else mems_mask.clone(),
-    }
-
-
-def real_states(mems: tuple[Tensor, ...], mems_mask: Tensor | None = None) -> Tensor:
-    """`mems_mask`, or True for all states in place of None: (B, m) bool."""
-    if mems_mask is not None:
-        return mems_mask
-    return torch.ones(mems[0].shape[:2], dtype=torch.bool, device=mems[0].device)
-
-
-def mask_overflow(mems: tuple[Tensor, ...], mems_mask: Tensor | None = None) -> Tensor | None:
-    """`mems_mask` that also hides states which are not finite in some layer, as an overflow in fp16 leaves them.
-
-    A stream that continues from such states would stay non-finite. Nothing is masked where nothing overflowed; the
-    host waits for the device to check that.
-
-    Args:
-        mems: n_layer tensors (B, m, D). mems_mask: (B, m) bool or None.
-
-    Returns:
-        (B, m) bool, or None: all are real.
-    """
-    device = mems[0].device if mems_mask is None else mems_mask.device
-    finite = torch.stack([states.isfinite().all(dim=-1).to(device) for states in mems]).all(dim=0)
-    if mems_mask is None:
-        return None if finite.all() else finite
-    return mems_mask & finite
-
-
-def _mark(states: Tensor, mask: Tensor) -> Tensor:
-    """NaN in every channel of (B, m, D) where the mask (B, m) is False."""
-    return states.masked_fill(~mask[..., None].to(states.device), torch.nan)
-
-
 def _check_mems(
-    mems: tuple[Tensor, ...] | None,
-    mems_mask: Tensor | None,
-    config: TransfoXLConfig,
-    mem_len: int,
-    batch_size: int,
-):
+    mems: tuple[Tensor, ...] | None, mems_mask: Tensor | None, config: TransfoXLConfig, mem_len: int, rows: int
+) -> None:
+    """Raise a ValueError for mems, or their mask, that do not fit the model or the batch."""
     if mems is None:
         raise ValueError("mems_mask was given without the mems that it is of")
     if mem_len == 0:
@@ -503,10 +408,8 @@ def _check_mems(
     if len(mems) != config.n_layer:
         raise ValueError(f"mems hold {len(mems)} layers, but the model has n_layer={config.n_layer}")
     for i, states in enumerate(mems):
-        if states.dim() != 3 or (states.shape[0], states.shape[2]) != (batch_size, config.d_model):
-            raise ValueError(
-                f"mems[{i}] is {tuple(states.shape)}, but this batch needs ({batch_size}, m, {config.d_model})"
-            )
+        if states.dim() != 3 or (states.shape[0], states.shape[2]) != (rows, config.d_model):
+            raise ValueError(f"mems[{i}] is {tuple(states.shape)}, but this batch needs ({rows}, m, {config.d_model})")
         if states.shape[1] != mems[0].shape[1] or states.shape[1] > mem_len:
             raise ValueError(
                 f"mems[{i}] holds {states.shape[1]} states, but all layers need the same number, "
@@ -514,16 +417,16 @@ def _check_mems(
             )
         if not states.is_floating_point():
             raise ValueError(f"mems[{i}] is {states.dtype}, no floating-point states")
-    shape = mems[0].shape[:2]
-    missing = mems[0][..., 0].float().isnan() if mems_mask is None and can_look(mems[0]) else None
-    if missing is not None and missing.any():
-        row, position = missing.nonzero()[0].tolist()
+    if mems_mask is None:
+        if can_look(mems[0]) and (missing := mems[0][..., 0].float().isnan()).any():
+            row, position = missing.nonzero()[0].tolist()
+            raise ValueError(
+                f"mems hold NaN, in row {row} at state {position} first, but no mems_mask came with them: hand back "
+                "mems_mask=outputs.mems_mask with mems=outputs.mems, since padded states are NaN; where nothing was "
+                "padded, the states overflowed: txl_hf.mask_overflow(mems) gives the mask that hides them"
+            )
+    elif mems_mask.dtype != torch.bool or mems_mask.shape != mems[0].shape[:2]:
         raise ValueError(
-            f"mems hold NaN, in row {row} at state {position} first, but no mems_mask came with them: hand back "
-            "mems_mask=outputs.mems_mask with mems=outputs.mems, since padded states are NaN; where nothing was "
-            "padded, the states overflowed: txl_hf.mask_overflow(mems) gives the mask that hides them"
-        )
-    if mems_mask is not None and (mems_mask.dtype != torch.bool or mems_mask.shape != shape):
-        raise ValueError(
-            f"mems_mask is {tuple(mems_mask.shape)} of {mems_mask.dtype}, but these mems need {tuple(shape)} bool"
+            f"mems_mask is {tuple(mems_mask.shape)} of {mems_mask.dtype}, but these mems need "
+            f"{tuple(mems[0].shape[:2])} bool"
         )

@@ -591,7 +591,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         for i, layer in enumerate(self.layers):
             hidden_states = self.positions.enter_layer(self, i, hidden_states, segment.key_mask)
             if segment.padding is not None:
-                hidden_states = hide_states(hidden_states, ~segment.padding.tokens)
+                hidden_states = hide_states(hidden_states, ~segment.padding.waiting[:, 1:])
             # In the dtype of the next operation: products (autocast's dtype), or with `pre_lnorm` a layer norm (fp32).
             dtype = hidden_states.dtype if self.config.pre_lnorm else working_dtype(hidden_states)
             entered.append(hidden_states.to(dtype) if filled.mem_len > 0 else hidden_states)
@@ -599,7 +599,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             hidden_states = layer(hidden_states, memory[i], distances=distances[i], segment=segment, state=state)
         new_mems = new_mask = None
         if cache is not None:
-            segment.remember_in_cache(attention_mask)
+            segment.remember_in_cache()
         elif filled.mem_len > 0:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not detach_mems):
                 new_mems, new_mask = segment.remember(memory, entered)
@@ -614,7 +614,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         """The first layer's input, (B, L, D), from embeddings; `are_given`: whether they are the caller's."""
         if are_given and segment.text_mask is not None:
             # Zeros at padding, because a caller's vectors may be NaN there, which would spread; a table's are not.
-            embeds = hide_states(embeds, segment.text_mask[:, segment.memory_length :])
+            embeds = hide_states(embeds, segment.text_mask[:, segment.memory.length :])
         if self.config.vocab_size == 0:
             embeds = self.embed_vectors(embeds)
             if self._is_checkpointed_reentrantly() and not embeds.requires_grad:
