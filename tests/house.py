@@ -42,10 +42,10 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (22_177, 17_500),
+    "lines installed": (22_180, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
-    "lines of the Hub set": (5_906, 5_200),
+    "lines of the Hub set": (5_909, 5_200),
     "functions of a forward": (60, 60),
     "modules of a forward": (8, 8),
     "lines of a forward": (1_084, 1_000),

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import txl_hf
-from published import USER, hub_with, write_published
+from hub_published import USER, hub_with, write_published
 from scripts import run_script
 
 ROOT = Path(__file__).parents[1]

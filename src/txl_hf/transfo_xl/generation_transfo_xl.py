@@ -114,11 +114,12 @@ class TransfoXLGenerationMixin(GenerationMixin):
     def prepare_inputs_for_generation(
         self,
         input_ids,
-        past_key_values=None,
-        cache=None,
-        inputs_embeds=None,
         next_sequence_length=None,
+        past_key_values=None,
+        attention_mask=None,
+        inputs_embeds=None,
         is_first_iteration=False,
+        cache=None,
         **kwargs,
     ):
         # Without a cache `generate` takes mems for one, but each step reads the whole text.
@@ -145,9 +146,9 @@ class TransfoXLGenerationMixin(GenerationMixin):
                     )
         length = next_sequence_length or text.shape[1]
         if filled and cache.is_compileable:
-            mask, mem_len = kwargs.get("attention_mask"), self._mem_len(kwargs.get("lengths"))
-            kwargs["attention_mask"] = self._mask_of_static_cache(
-                cache, mask, mem_len, input_ids, length, is_first_iteration
+            mem_len = self._mem_len(kwargs.get("lengths"))
+            attention_mask = self._mask_of_static_cache(
+                cache, attention_mask, mem_len, input_ids, length, is_first_iteration
             )
         if (resets := kwargs.pop("resets", None)) is not None:
             if filled and is_first_iteration:
@@ -157,8 +158,10 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 # Padded with False, because tokens after the prompt continue its last document: without a cache every
                 # step reads the whole text, and candidates make the first step longer than the prompt.
                 kwargs["resets"] = F.pad(resets, (0, text.shape[1] - resets.shape[1]))
-        kwargs |= {"inputs_embeds": inputs_embeds, "is_first_iteration": is_first_iteration, CACHE_NAME: cache}
-        return super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
+        kwargs |= {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds, CACHE_NAME: cache}
+        return super().prepare_inputs_for_generation(
+            input_ids, next_sequence_length=next_sequence_length, is_first_iteration=is_first_iteration, **kwargs
+        )
 
     def _mask_of_static_cache(
         self, cache: Cache, attention_mask: Tensor | None, mem_len: int, ids: Tensor, length: int, is_first: bool
