@@ -1,9 +1,11 @@
 """Transformer-XL model configuration."""
 
+import copy
 import math
 import sys
 from dataclasses import fields
 from difflib import get_close_matches
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
@@ -271,6 +273,12 @@ class TransfoXLConfig(PreTrainedConfig):
         if self.vocab_size > 0:
             self._validate_token_ids()
             self._validate_bins()
+
+    def check_change(self, name: str, value: Any):
+        """Raise a ValueError unless the fields fit together with another value of this one, which is not set."""
+        changed = copy.copy(self)
+        setattr(changed, name, value)
+        changed.validate_architecture()
 
     def _validate_sizes(self):
         for name, least in LEAST.items():

@@ -45,9 +45,7 @@ def check_inputs(keywords: dict[str, Any], **tensors: Any) -> None:
         )
     mems = tensors.pop("mems", None)
     if isinstance(mems, Tensor):
-        raise ValueError(
-            f"mems are a tensor of {tuple(mems.shape)}, not a tuple of one for each layer: give tuple(mems)"
-        )
+        raise ValueError(f"mems are one tensor, {tuple(mems.shape)}, not a tuple of n_layer: give tuple(mems)")
     tensors |= {f"mems[{i}]": states for i, states in enumerate(mems or ())}
     tensors |= {name: keywords.get(name) for name in DOCUMENT_KEYWORDS}
     for name, value in tensors.items():
@@ -68,9 +66,7 @@ def checked_inputs(
     if input_ids is None and inputs_embeds is not None:
         return _checked_vectors(config, inputs_embeds)
     if config.vocab_size == 0:
-        raise ValueError(
-            "input_ids cannot be read, since vocab_size=0 means that there are no tokens: give inputs_embeds"
-        )
+        raise ValueError("input_ids need a vocabulary, and vocab_size=0 means that there is none: give inputs_embeds")
     if input_ids is None or inputs_embeds is not None:
         raise ValueError("give exactly one of input_ids and inputs_embeds")
     if input_ids.dim() != 2 or input_ids.shape[1] == 0:

@@ -372,13 +372,8 @@ def _setting(name: str) -> property:
     """
 
     def set_field(model: "TransfoXLPreTrainedModel", value):
-        previous = getattr(model.config, name)
+        model.config.check_change(name, value)
         setattr(model.config, name, value)
-        try:
-            model.config.validate_architecture()
-        except ValueError:
-            setattr(model.config, name, previous)
-            raise
 
     return property(lambda model: getattr(model.config, name), set_field)
 
@@ -764,8 +759,9 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             check_numbers(num_items_in_batch, logits_to_keep, input_ids if inputs_embeds is None else inputs_embeds)
         given = targets = None
         if labels is not None or shift_labels is not None:
-            both = {"shift_labels": shift_labels, "labels": labels}
-            given, targets = targets_of(self.config, input_ids, inputs_embeds, attention_mask, **both)
+            both = {"labels": labels, "shift_labels": shift_labels}
+            inputs = checked_inputs(self.config, input_ids, inputs_embeds, {}, attention_mask=attention_mask, **both)
+            given, targets = targets_of(inputs, attention_mask, **both)
         if output_logits is None:
             output_logits = self.config.output_logits or not self.config.cutoffs
             output_logits = output_logits or (targets is not None and self._has_room_for_logits(targets.numel()))
