@@ -166,7 +166,7 @@ def relative_attention(
         ValueError: no backend has this name.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    positions = {"rel_key": rel_key, "content_bias": content_bias, "position_bias": position_bias}
+    positions: dict[str, Any] = {"rel_key": rel_key, "content_bias": content_bias, "position_bias": position_bias}
     return attend(AttentionInputs(query, key, value, scaling, **positions, **options), implementation, module)
 
 

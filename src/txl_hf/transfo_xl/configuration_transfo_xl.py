@@ -22,9 +22,12 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "problem_type": (None, "regression", "single_label_classification", "multi_label_classification"),
 }
 _SIZES = ("d_model", "d_embed", "n_head", "d_head", "d_inner", "n_layer", "div_val", "input_size", "max_klen")
-LEAST = {"vocab_size": 0} | dict.fromkeys(_SIZES, 1)
-MOST = {"dropout": 1.0, "dropatt": 1.0}
-MOST |= dict.fromkeys(("layer_norm_epsilon", "init_range", "proj_init_std", "init_std"), sys.float_info.max)
+_SCALES = ("layer_norm_epsilon", "init_range", "proj_init_std", "init_std")
+_FINITE = sys.float_info.max
+# (least, most) of each number; None, which some fields may be, is not compared.
+RANGES: dict[str, tuple[float, float]] = {"vocab_size": (0, math.inf), "dropout": (0, 1), "dropatt": (0, 1)}
+RANGES |= {"gate_bias": (-_FINITE, _FINITE)} | dict.fromkeys(_SCALES, (0, _FINITE))
+RANGES |= dict.fromkeys(_SIZES, (1, math.inf))
 
 
 @strict
@@ -201,7 +204,7 @@ class TransfoXLConfig(PreTrainedConfig):
             self.tie_weight = kwargs.pop("tie_weight")
         self._warn_of_misspelt_fields(kwargs.keys())
         # Before `super().__post_init__`, which reads `layer_types`.
-        self._validate_sizes()
+        self._validate_numbers()
         if self.max_klen is None and self.positions.learned:
             self.max_klen = self.n_positions
             if self.max_klen == 0:
@@ -255,7 +258,6 @@ class TransfoXLConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Part of the `@strict` validation: fields that fit together."""
-        self._validate_sizes()
         self._validate_numbers()
         self.check_lengths(mem_len=self.mem_len, ext_len=self.ext_len, tgt_len=self.tgt_len)
         if self.positions.spans_heads and self.n_head * self.d_head != self.d_model:
@@ -280,11 +282,12 @@ class TransfoXLConfig(PreTrainedConfig):
         setattr(changed, name, value)
         changed.validate_architecture()
 
-    def _validate_sizes(self):
-        for name, least in LEAST.items():
-            size = getattr(self, name)
-            if size is not None and size < least:
-                raise ValueError(f"{name}={size} must be at least {least}")
+    def _validate_numbers(self):
+        for name, (least, most) in RANGES.items():
+            number = getattr(self, name)
+            if number is not None and not least <= number <= most:
+                limits = f"be at least {least}" if most == math.inf else f"lie between {least} and {most}"
+                raise ValueError(f"{name}={number} must {limits}")
         if self.attn_type not in POSITIONS:
             raise ValueError(f"attn_type={self.attn_type} must be one of {', '.join(map(str, POSITIONS))}")
         if self.decay_len > 0 and self.attn_type != 0:
@@ -296,13 +299,6 @@ class TransfoXLConfig(PreTrainedConfig):
                 f"input_size={self.input_size} is the width of inputs_embeds of a model without tokens, but "
                 f"vocab_size={self.vocab_size}: use vocab_size=0, or input_size=None"
             )
-
-    def _validate_numbers(self):
-        for name, most in MOST.items():
-            if not 0 <= getattr(self, name) <= most:
-                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and {most}")
-        if not math.isfinite(self.gate_bias):
-            raise ValueError(f"gate_bias={self.gate_bias} must be a finite number")
 
     def _validate_token_ids(self):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

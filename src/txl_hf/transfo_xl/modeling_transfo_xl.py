@@ -775,7 +775,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         kwargs |= {"inputs_embeds": inputs_embeds, "lengths": lengths, "return_dict": True}
         outputs = self.transformer(input_ids, **memory, **masks, **kwargs)
         hidden_states = outputs.last_hidden_state
-        if targets is None:
+        if given is None or targets is None:
             logits = self.lm_head(_keep(hidden_states, logits_to_keep), top_k=logits_top_k)
             return TransfoXLCausalLMOutput(logits=logits, **_without_last_state(outputs))
         logits = None
