@@ -135,6 +135,8 @@ class TransfoXLConfig(PreTrainedConfig):
         "num_hidden_layers": "n_layer",
         "intermediate_size": "d_inner",
         "head_dim": "d_head",
+        # The legacy name.
+        "tie_weight": "tie_word_embeddings",
     }
 
     vocab_size: int = 267735
@@ -183,11 +185,11 @@ class TransfoXLConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         # Aliases first, because what follows reads the fields.
         for alias in self.attribute_map.keys() & kwargs:
-            size = kwargs.pop(alias)
+            value, kind = kwargs.pop(alias), type(getattr(self, alias))
             # Checked here, because `@strict` checks fields, but no aliases.
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise ValueError(f"{alias}={size!r} must be an integer")
-            setattr(self, alias, size)
+            if type(value) is not kind:
+                raise ValueError(f"{alias}={value!r} must be {'True or False' if kind is bool else 'an integer'}")
+            setattr(self, alias, value)
         self.cutoffs = list(self.cutoffs)
         if self.vocab_size == 0:
             self.cutoffs, self.tie_projs = [], []
@@ -200,8 +202,6 @@ class TransfoXLConfig(PreTrainedConfig):
             self.tie_projs = self.tie_projs[: len(self.cutoffs) + 1]
         if self.gating is not None:
             self.pre_lnorm = True
-        if "tie_weight" in kwargs:
-            self.tie_weight = kwargs.pop("tie_weight")
         self._warn_of_misspelt_fields(kwargs.keys())
         # Before `super().__post_init__`, which reads `layer_types`.
         self._validate_numbers()
@@ -234,15 +234,6 @@ class TransfoXLConfig(PreTrainedConfig):
             near = [field for field in own if len(field) > 4 and name.startswith(field)]
             if near := near or get_close_matches(name, own, 1, cutoff=0.75):
                 logger.warning(f"TransfoXLConfig has no field {name}, which changes nothing: did you mean {near[0]}?")
-
-    @property
-    def tie_weight(self) -> bool:
-        """`tie_word_embeddings` by its legacy name."""
-        return self.tie_word_embeddings
-
-    @tie_weight.setter
-    def tie_weight(self, value: bool):
-        self.tie_word_embeddings = value
 
     @property
     def output_attentions(self) -> bool | None:
