@@ -1,4 +1,4 @@
-"""The conventions of masks: a call's inputs and keywords, where documents begin in a row, and the meaning of `attention_mask`.
+"""The arguments of a call: their types, where documents begin in a row, and the meaning of `attention_mask`.
 
 A call applies the masks once, at its beginning: `Segment.open` (memory) makes the record that the layers read.
 
