@@ -16,7 +16,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "src" / "txl_hf"
 KERNELS, ATTENTION = "kernels/attention_triton.py", "transfo_xl/attention_transfo_xl.py"
-NAMES = "WITHOUT_AUTOCAST AttentionInputs Backend first_repeated visible_keys hidden_keys working_dtype"
+NAMES = "WITHOUT_AUTOCAST AttentionInputs Backend first_repeated hidden_keys working_dtype"
 USED = {"kernels/operators.py": ["is_transformed"], ATTENTION: NAMES.split()}
 INIT = '''"""Attention with relative positions (Transformer-XL, arXiv:1901.02860) without L x K scores in memory."""
 

@@ -110,6 +110,10 @@ BAD_INPUTS = (
         ),
         "narrow embeds": ({"input_ids": None, "inputs_embeds": torch.zeros(2, 5, 8)}, "8 wide, not d_model=16"),
         "mems of fewer layers": ({"mems": mems_of(layers=1)}, "mems hold 1 layers.*n_layer=2"),
+        "mems in one tensor": (
+            {"mems": torch.zeros(2, 2, 3, 16)},
+            r"mems are one tensor, \(2, 2, 3, 16\), not a tuple .*: give tuple\(mems\)",
+        ),
         "mems of another width": ({"mems": mems_of(width=8)}, r"mems\[0\] is \(2, 3, 8\).*\(2, m, 16\)"),
         "mems of another batch": ({"mems": mems_of(batch=3)}, r"mems\[0\] is \(3, 3, 16\)"),
         "mems that are no states": ({"mems": tuple(m.int() for m in mems_of())}, r"mems\[0\] is torch.int32"),

@@ -43,9 +43,8 @@ from txl_hf.transfo_xl.attention_transfo_xl import (
     AttentionInputs,
     Backend,
     add_bias,
-    in_order,
+    hide,
     position_scores,
-    visible_keys,
 )
 
 matplotlib.use("Agg")
@@ -68,7 +67,7 @@ class AttentionTerms(NamedTuple):
     Args:
         content: (a), q_i·k_j. position: (b), q_i·W_R R. content_bias: (c), u·k_j.
         position_bias: (d), v·W_R R, or the learned score per distance.
-        visible: (B or 1, 1, L, K) bool, which key each query may attend to. The attention probabilities are the
+        visible: (B, 1, L, K) bool, which key each query may attend to. The attention probabilities are the
             softmax over visible keys of the terms' sum.
     """
 
@@ -82,8 +81,7 @@ class AttentionTerms(NamedTuple):
 def attention_terms(inputs: AttentionInputs) -> AttentionTerms:
     """The four terms of A_ij (Section 3.3) one by one, scaled; what `inputs` lacks is 0. See `relative_attention`."""
     (B, H, L, _), K = inputs.query.shape, inputs.key.shape[2]
-    visible = visible_keys(L, K, inputs.window, inputs.key_mask, inputs.query.device, inputs.first_key)
-    visible = in_order(visible, inputs)
+    visible = hide(inputs.query.new_zeros(B, 1, L, K), inputs) == 0
     # What is left of the scores where the queries are zeros is what the biases give.
     biases = inputs._replace(query=torch.zeros_like(inputs.query))
     found = (

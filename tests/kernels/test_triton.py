@@ -42,7 +42,8 @@ from txl_hf.transfo_xl.attention_transfo_xl import (
     AttentionInputs,
     choose_backend,
     eager_relative_attention,
-    visible_keys,
+    hidden_keys,
+    hide,
 )
 from txl_hf.transfo_xl.cache_transfo_xl import Ring, StaticMemoryCache
 
@@ -146,7 +147,7 @@ def draw(shape, missing=(), masked=False, seed=0, future=None):
 
 def exact_scores(inputs):
     """By another way than eager's: a gather in place of the shift."""
-    query, key, rel_key, future = inputs.query, inputs.key, inputs.rel_key, inputs.future
+    query, key, rel_key = inputs.query, inputs.key, inputs.rel_key
     L, K = query.shape[-2], key.shape[-2]
     content = (query if inputs.content_bias is None else query + inputs.content_bias[:, None]) @ key.transpose(-1, -2)
     position = torch.zeros_like(content)
@@ -157,10 +158,7 @@ def exact_scores(inputs):
         row = torch.arange(L - 1, -1, -1)[:, None] + torch.arange(K)
         row = row.clamp(max=rel_key.shape[1] - 1).to(position.device)
         position = position.gather(-1, row.expand(*position.shape[:2], L, K))
-    hidden = ~visible_keys(L, K, inputs.window, inputs.key_mask, query.device, inputs.first_key, future)
-    hidden = hidden if inputs.hidden is None else inputs.hidden
-    lowest = -torch.inf if future is None else torch.finfo(content.dtype).min
-    return content * inputs.scaling + (position * inputs.scaling).masked_fill(hidden, lowest)
+    return content * inputs.scaling + hide(position * inputs.scaling, inputs)
 
 
 def exact_relative_attention(inputs, kept=None):
@@ -560,7 +558,7 @@ def test_dropout_repeats_what_it_dropped_with_the_seed_of_pytorch():
 def test_bits_of_dropout_depend_on_the_position_alone_and_drop_their_share(monkeypatch):
     B, H, L, K = shape = (2, 2, 20, 205)
     first_key = begin_documents((B, H, L, K - L, 0), 0.02)
-    visible = visible_keys(L, K, 180, None, DEVICE, first_key).expand(shape)
+    visible = ~hidden_keys(L, K, 180, None, DEVICE, first_key).expand(shape)
     masks = []
     for tile in ((16, 128), (32, 256)):
         monkeypatch.setattr(kernels, "_DROPOUT_TILE", dict(zip(("BLOCK_M", "BLOCK_N"), tile, strict=True)))

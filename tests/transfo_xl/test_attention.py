@@ -40,7 +40,6 @@ from txl_hf.transfo_xl.attention_transfo_xl import (
     hidden_keys,
     relative_attention,
     relative_shift,
-    visible_keys,
 )
 
 SHAPES = {
@@ -786,12 +785,22 @@ def test_on_a_gpu_pytorchs_attention_gets_heads_of_eights_and_never_cudnn(monkey
 )
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
-def test_what_is_hidden_is_what_is_not_visible(window, masked, first_key):
+@pytest.mark.parametrize("future", [None, 1, 3])
+def test_a_query_sees_the_real_keys_of_its_document_up_to_itself_and_always_itself(window, masked, first_key, future):
     key_mask = torch.arange(14).view(2, 7) % 3 != 0 if masked else None
-    visible = visible_keys(4, 7, window, key_mask, torch.device("cpu"), first_key)
-    hidden = hidden_keys(4, 7, window, key_mask, torch.device("cpu"), first_key)
-    assert torch.equal(hidden, ~visible[..., 7 - hidden.shape[-1] :])
-    assert visible[..., : 7 - hidden.shape[-1]].all(), "a future alone is in the last columns"
+    hidden = hidden_keys(4, 7, window, key_mask, torch.device("cpu"), first_key, future=future)
+    hidden = torch.zeros(1, 1, 4, 1, dtype=torch.bool) if hidden is None else hidden
+    # Columns in front that are left out hide nothing.
+    hidden = F.pad(hidden, (7 - hidden.shape[-1], 0)).expand(2, 1, 4, 7)
+    for b, i, j in itertools.product(range(2), range(4), range(7)):
+        place = i + 3
+        seen = place - j <= (7 if window is None else window) and j - place <= (future or 0)
+        if first_key is not None:
+            seen = seen and j >= first_key[b, i]
+            # A key after the query may be of a later document.
+            seen = seen and (j <= place or first_key[b, j - 3] <= place)
+        seen = (seen and (key_mask is None or key_mask[b, j])) or j == place
+        assert bool(hidden[b, 0, i, j]) is not bool(seen), (b, i, j)
     assert hidden_keys(1, 7, None, None, torch.device("cpu")) is None
 
 

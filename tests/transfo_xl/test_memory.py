@@ -25,7 +25,7 @@ from txl_hf.transfo_xl.attention_transfo_xl import (
 )
 from txl_hf.transfo_xl.attention_transfo_xl import (
     AttentionInputs,
-    relative_attention,
+    attend,
 )
 from txl_hf.transfo_xl.cache_transfo_xl import (
     CACHE_NAME,
@@ -631,8 +631,8 @@ def test_mask_that_hides_nothing_is_dropped_on_cpu(make_model, make_ids, monkeyp
     """So that attention hides the future alone; a mask that hides something stays."""
     model, seen = make_model(), []
     monkeypatch.setattr(
-        "txl_hf.transfo_xl.modeling_transfo_xl.relative_attention",
-        lambda *args, **kwargs: seen.append(kwargs["key_mask"]) or relative_attention(*args, **kwargs),
+        "txl_hf.transfo_xl.modeling_transfo_xl.attend",
+        lambda inputs, *others: seen.append(inputs.key_mask) or attend(inputs, *others),
     )
     ids, mask = make_ids(2, 4), torch.ones(2, 4)
     mems = model(ids, attention_mask=mask).mems

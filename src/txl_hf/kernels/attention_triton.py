@@ -258,7 +258,7 @@ if triton is not None:
 
     @triton.jit
     def _hide(scores, i0, j0, key_mask, first_key, seen, blind, masks, batch, L, K, words, window, future, order=None):
-        """Scores with -∞ for the keys that a query does not see (`visible_keys`).
+        """Scores with -∞ for the keys that a query does not see (`hidden_keys`).
 
         No branch skips tiles that are visible whole, because ptxas may then reuse the registers of q + u between the
         products of two iterations: with Triton 3.6, on an H200, all tiles of the forward kernel except the first had

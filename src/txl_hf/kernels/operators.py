@@ -280,12 +280,7 @@ def linear_after(memory: Tensor | None, states: Tensor, layers: Sequence[nn.Modu
         type(layer) is nn.Linear and layer.bias is None and not is_wrapped(layer) for layer in layers
     )
     if memory is None or memory.shape[1] == 0:
-        if are_bare and _multiplies_batches(states):
-            # Only with gradients, because joining reads all weights again, which a row of decoding cannot make up for.
-            several: list[Any] = [layer.weight for layer in layers]
-            if torch.compiler.is_compiling() or is_plain(states, *several):
-                return list(product(states, torch.cat(several)).split([len(weight) for weight in several], dim=-1))
-        return [linear(layer, states) for layer in layers]
+        return _linear_of_several(states, layers, are_bare)
     dtype = working_dtype(states)
     memory, states = memory.to(dtype), states.to(dtype)
     if are_bare and states.requires_grad and not memory.requires_grad:
@@ -299,6 +294,15 @@ def linear_after(memory: Tensor | None, states: Tensor, layers: Sequence[nn.Modu
             return list(_ProjectionAfterMemory.apply(memory, states, *weights)[:2])
     joined = torch.cat([memory, states], dim=1)
     return [linear(layer, joined) for layer in layers]
+
+
+def _linear_of_several(states: Tensor, layers: Sequence[nn.Module], are_bare: bool) -> list[Tensor]:
+    if are_bare and _multiplies_batches(states):
+        # Only with gradients, because joining reads all weights again, which a row of decoding cannot make up for.
+        weights: list[Any] = [layer.weight for layer in layers]
+        if torch.compiler.is_compiling() or is_plain(states, *weights):
+            return list(product(states, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1))
+    return [linear(layer, states) for layer in layers]
 
 
 def takes_part_plainly(states: Tensor, *others: Tensor) -> bool:

@@ -9,7 +9,6 @@ With div_val = 1 all bins have one width and share one table of embeddings.
 Every parameter is read in the forward of the module that owns it, so that offloading and sharding hooks see it.
 """
 
-import copy
 import math
 from collections.abc import Callable
 from functools import reduce
@@ -24,7 +23,7 @@ from transformers.utils import logging
 
 from .attention_transfo_xl import OPERATORS
 from .configuration_transfo_xl import TransfoXLConfig
-from .masks_transfo_xl import can_look, check_inputs, without_padding
+from .masks_transfo_xl import can_look, without_padding
 from .positions_transfo_xl import is_exporting
 
 logger = logging.get_logger(__name__)
@@ -322,10 +321,7 @@ class TransfoXLVocabularyModel(PreTrainedModel):
             raise ValueError(
                 f"new_num_tokens={vocab_size} leaves no token in the last bin, which starts at {last_cutoff}"
             )
-        # Validate a copy: on an error the model stays as it was.
-        resized = copy.copy(self.config)
-        resized.vocab_size = vocab_size
-        resized.validate_architecture()
+        self.config.check_change("vocab_size", vocab_size)
         tokens = vocab_size if len(embeddings.emb_layers) == 1 else vocab_size - last_cutoff
         layer, head = embeddings.emb_layers[-1], getattr(self, "lm_head", None)
         # Not with a single token, because it has no deviation from which new ones could be drawn.
@@ -424,26 +420,20 @@ def _check_range(ids: Tensor, size: int, name: str, error: type[Exception], of: 
 
 
 def targets_of(
-    labels: Tensor | None,
-    shift_labels: Tensor | None,
-    attention_mask: Tensor | None,
-    input_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Targets of the first positions of a segment, int64, (B, L) of shift_labels or (B, L - 1) of labels: as they are
-    given, and with -100 for padding (`without_padding`). (None, None) for inputs that the model will refuse."""
-    check_inputs({}, labels=labels, shift_labels=shift_labels, attention_mask=attention_mask)
+    inputs: Tensor, attention_mask: Tensor | None, labels: Any = None, shift_labels: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Targets of the first positions of a segment, int64, (B, L) of shift_labels or (B, L - 1) of labels, one of which
+    is given: as they are, and with -100 for padding (`without_padding`)."""
     for name, given in (("shift_labels", shift_labels), ("labels", labels)):
-        if given is not None and not check_targets(name, given, input_ids, inputs_embeds):
-            return None, None
+        if given is not None:
+            check_targets(name, given, inputs)
     if shift_labels is not None:
         targets = shift_labels.long()
     else:
-        assert labels is not None, "one of the two is given"
         targets = labels[:, 1:].long()
-        if input_ids is not None and can_look(labels) and targets.numel():
-            moved = labels.to(input_ids.device)
-            if torch.equal(moved[:, :-1], input_ids[:, 1:]) and not torch.equal(moved, input_ids):
+        if inputs.dim() == 2 and can_look(labels) and targets.numel():
+            moved = labels.to(inputs.device)
+            if torch.equal(moved[:, :-1], inputs[:, 1:]) and not torch.equal(moved, inputs):
                 logger.warning_once(
                     "labels are input_ids that are shifted by one already, and are shifted once more here, so that "
                     "each token would learn the one after the next: give them as shift_labels"
@@ -453,17 +443,12 @@ def targets_of(
     return targets, without_padding(targets, attention_mask, targets.shape[1] + int(shift_labels is None))
 
 
-def check_targets(name: str, given: Tensor, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> bool:
-    """Raise a ValueError if labels do not fit the inputs, (B, L); False where the model will refuse the inputs."""
-    inputs, dims = (inputs_embeds, 3) if input_ids is None else (input_ids, 2)
-    both = input_ids is not None and inputs_embeds is not None
-    if both or not isinstance(inputs, Tensor) or inputs.dim() != dims:
-        return False
+def check_targets(name: str, given: Tensor, inputs: Tensor):
+    """Raise a ValueError if labels, (B, L), do not fit the inputs, (B, L, …), or are no integers."""
     if given.shape != inputs.shape[:2]:
         raise ValueError(f"{name} are {tuple(given.shape)}, but the inputs are {tuple(inputs.shape[:2])}")
     if given.is_floating_point() or given.dtype == torch.bool:
         raise ValueError(f"{name} are {given.dtype}, not token ids or classes")
-    return True
 
 
 def check_numbers(num_items_in_batch: Any, logits_to_keep: Any = 0, inputs: Tensor | None = None):

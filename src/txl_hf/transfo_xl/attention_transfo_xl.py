@@ -166,23 +166,22 @@ def relative_attention(
         ValueError: no backend has this name.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    inputs = AttentionInputs(
-        query,
-        key,
-        value,
-        scaling,
-        rel_key=rel_key,
-        content_bias=content_bias,
-        position_bias=position_bias,
-        **options,
-    )
-    backend, broken = BACKENDS.get(implementation) or find_backend(implementation, module), None
-    if inputs.first_key is not None and inputs.future is None:
-        inputs, broken = keep_documents_apart(inputs)
+    positions: dict[str, Any] = {"rel_key": rel_key, "content_bias": content_bias, "position_bias": position_bias}
+    return attend(AttentionInputs(query, key, value, scaling, **positions, **options), implementation, module)
+
+
+def attend(
+    inputs: AttentionInputs, implementation: str, module: nn.Module | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """`relative_attention` of inputs in one record."""
+    backend = BACKENDS.get(implementation) or find_backend(implementation, module)
     special = backend.why_not is not None or inputs.order is not None or inputs.future is not None
     if special and (reason := backend.refusal(inputs)):
         logger.warning_once(f"attn_implementation={implementation!r} falls back to 'auto': {reason}")
         backend = BACKENDS["auto"]
+    if inputs.first_key is None or inputs.future is not None:
+        return backend.run(inputs)
+    inputs, broken = keep_documents_apart(inputs)
     attended, probabilities = backend.run(inputs)
     if broken is None:
         return attended, probabilities
@@ -282,44 +281,6 @@ def first_repeated(states: Tensor, length: int, dim: int = 1) -> Tensor:
     return torch.cat([states.narrow(dim, 0, 1).expand(shape), states], dim)
 
 
-def visible_keys(
-    query_length: int,
-    key_length: int,
-    window: int | None,
-    key_mask: Tensor | None,
-    device: torch.device,
-    first_key: Tensor | None = None,
-    future: int | None = None,
-    queries: slice = slice(None),
-) -> Tensor:
-    """Which key each query may attend to.
-
-    Args:
-        query_length: L. key_length: K.
-        window, key_mask, first_key, future: see `AttentionInputs`.
-        queries: a range of the L queries.
-
-    Returns:
-        (B or 1, 1, L, K) bool, a row for each of the `queries`. A query always sees itself, so that no softmax is
-        empty; outputs of padded queries are never read.
-    """
-    query_position = torch.arange(key_length - query_length, key_length, device=device)[queries, None]
-    distance = query_position - torch.arange(key_length, device=device)
-    visible = distance >= -(future or 0)
-    if window is not None:
-        visible = visible & (distance <= window)
-    visible = visible[None, None]
-    if first_key is not None:
-        visible = visible & (torch.arange(key_length, device=device) >= first_key[:, None, queries, None])
-        if future:
-            # The first position of each key's document; no document begins before the queries.
-            begins = F.pad(first_key, (key_length - query_length, 0))
-            visible = visible & (begins[:, None, None, :] <= query_position)
-    if key_mask is not None:
-        visible = (visible & key_mask[:, None, None, :]) | (distance == 0)
-    return visible
-
-
 def hidden_keys(
     query_length: int,
     key_length: int,
@@ -333,17 +294,34 @@ def hidden_keys(
 ) -> Tensor | None:
     """Which of the last keys each query does not attend to, in the order in which keys and values are stored.
 
-    Arguments: see `visible_keys`, and for `order` `AttentionInputs`. `queries` other than all need `future`.
+    Args:
+        query_length: L. key_length: K.
+        window, key_mask, first_key, order, future: see `AttentionInputs`.
+        queries: a range of the L queries; others than all need `future`.
 
     Returns:
-        (B or 1, 1, L, n) bool for the last n keys (n = L where the future alone is hidden); None: nothing is hidden.
+        (B or 1, 1, L, n) bool, a row for each of the `queries`, for the last n keys (n = L where the future alone is
+        hidden); None: nothing is hidden. A query always sees itself, so that no softmax is empty; outputs of padded
+        queries are never read.
     """
     if window is None and key_mask is None and first_key is None:
         if query_length == 1 or (future is not None and future >= query_length - 1):
             return None
         if future is None:
             return torch.ones(query_length, query_length, dtype=torch.bool, device=device).triu(1)[None, None]
-    hidden = ~visible_keys(query_length, key_length, window, key_mask, device, first_key, future, queries)
+    keys = torch.arange(key_length, device=device)
+    query_position = torch.arange(key_length - query_length, key_length, device=device)[queries, None]
+    distance = query_position - keys
+    hidden = distance < -(future or 0)
+    hidden = (hidden if window is None else hidden | (distance > window))[None, None]
+    if first_key is not None:
+        hidden = hidden | (keys < first_key[:, None, queries, None])
+        if future:
+            # The first position of each key's document; no document begins before the queries.
+            begins = F.pad(first_key, (key_length - query_length, 0))
+            hidden = hidden | (begins[:, None, None, :] > query_position)
+    if key_mask is not None:
+        hidden = (hidden | ~key_mask[:, None, None, :]) & (distance != 0)
     return hidden if order is None else hidden.index_select(-1, order)
 
 

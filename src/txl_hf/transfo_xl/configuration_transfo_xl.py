@@ -1,9 +1,11 @@
 """Transformer-XL model configuration."""
 
+import copy
 import math
 import sys
 from dataclasses import fields
 from difflib import get_close_matches
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
@@ -20,9 +22,12 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "problem_type": (None, "regression", "single_label_classification", "multi_label_classification"),
 }
 _SIZES = ("d_model", "d_embed", "n_head", "d_head", "d_inner", "n_layer", "div_val", "input_size", "max_klen")
-LEAST = {"vocab_size": 0} | dict.fromkeys(_SIZES, 1)
-MOST = {"dropout": 1.0, "dropatt": 1.0}
-MOST |= dict.fromkeys(("layer_norm_epsilon", "init_range", "proj_init_std", "init_std"), sys.float_info.max)
+_SCALES = ("layer_norm_epsilon", "init_range", "proj_init_std", "init_std")
+_FINITE = sys.float_info.max
+# (least, most) of each number; None, which some fields may be, is not compared.
+RANGES: dict[str, tuple[float, float]] = {"vocab_size": (0, math.inf), "dropout": (0, 1), "dropatt": (0, 1)}
+RANGES |= {"gate_bias": (-_FINITE, _FINITE)} | dict.fromkeys(_SCALES, (0, _FINITE))
+RANGES |= dict.fromkeys(_SIZES, (1, math.inf))
 
 
 @strict
@@ -130,6 +135,8 @@ class TransfoXLConfig(PreTrainedConfig):
         "num_hidden_layers": "n_layer",
         "intermediate_size": "d_inner",
         "head_dim": "d_head",
+        # The legacy name.
+        "tie_weight": "tie_word_embeddings",
     }
 
     vocab_size: int = 267735
@@ -178,11 +185,11 @@ class TransfoXLConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         # Aliases first, because what follows reads the fields.
         for alias in self.attribute_map.keys() & kwargs:
-            size = kwargs.pop(alias)
+            value, kind = kwargs.pop(alias), type(getattr(self, alias))
             # Checked here, because `@strict` checks fields, but no aliases.
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise ValueError(f"{alias}={size!r} must be an integer")
-            setattr(self, alias, size)
+            if type(value) is not kind:
+                raise ValueError(f"{alias}={value!r} must be {'True or False' if kind is bool else 'an integer'}")
+            setattr(self, alias, value)
         self.cutoffs = list(self.cutoffs)
         if self.vocab_size == 0:
             self.cutoffs, self.tie_projs = [], []
@@ -195,11 +202,9 @@ class TransfoXLConfig(PreTrainedConfig):
             self.tie_projs = self.tie_projs[: len(self.cutoffs) + 1]
         if self.gating is not None:
             self.pre_lnorm = True
-        if "tie_weight" in kwargs:
-            self.tie_weight = kwargs.pop("tie_weight")
         self._warn_of_misspelt_fields(kwargs.keys())
         # Before `super().__post_init__`, which reads `layer_types`.
-        self._validate_sizes()
+        self._validate_numbers()
         if self.max_klen is None and self.positions.learned:
             self.max_klen = self.n_positions
             if self.max_klen == 0:
@@ -231,15 +236,6 @@ class TransfoXLConfig(PreTrainedConfig):
                 logger.warning(f"TransfoXLConfig has no field {name}, which changes nothing: did you mean {near[0]}?")
 
     @property
-    def tie_weight(self) -> bool:
-        """`tie_word_embeddings` by its legacy name."""
-        return self.tie_word_embeddings
-
-    @tie_weight.setter
-    def tie_weight(self, value: bool):
-        self.tie_word_embeddings = value
-
-    @property
     def output_attentions(self) -> bool | None:
         """Whether to return attentions, under any backend, because eager computes such a call."""
         return self._output_attentions
@@ -253,7 +249,6 @@ class TransfoXLConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Part of the `@strict` validation: fields that fit together."""
-        self._validate_sizes()
         self._validate_numbers()
         self.check_lengths(mem_len=self.mem_len, ext_len=self.ext_len, tgt_len=self.tgt_len)
         if self.positions.spans_heads and self.n_head * self.d_head != self.d_model:
@@ -272,11 +267,18 @@ class TransfoXLConfig(PreTrainedConfig):
             self._validate_token_ids()
             self._validate_bins()
 
-    def _validate_sizes(self):
-        for name, least in LEAST.items():
-            size = getattr(self, name)
-            if size is not None and size < least:
-                raise ValueError(f"{name}={size} must be at least {least}")
+    def check_change(self, name: str, value: Any):
+        """Raise a ValueError unless the fields fit together with another value of this one, which is not set."""
+        changed = copy.copy(self)
+        setattr(changed, name, value)
+        changed.validate_architecture()
+
+    def _validate_numbers(self):
+        for name, (least, most) in RANGES.items():
+            number = getattr(self, name)
+            if number is not None and not least <= number <= most:
+                limits = f"be at least {least}" if most == math.inf else f"lie between {least} and {most}"
+                raise ValueError(f"{name}={number} must {limits}")
         if self.attn_type not in POSITIONS:
             raise ValueError(f"attn_type={self.attn_type} must be one of {', '.join(map(str, POSITIONS))}")
         if self.decay_len > 0 and self.attn_type != 0:
@@ -288,13 +290,6 @@ class TransfoXLConfig(PreTrainedConfig):
                 f"input_size={self.input_size} is the width of inputs_embeds of a model without tokens, but "
                 f"vocab_size={self.vocab_size}: use vocab_size=0, or input_size=None"
             )
-
-    def _validate_numbers(self):
-        for name, most in MOST.items():
-            if not 0 <= getattr(self, name) <= most:
-                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and {most}")
-        if not math.isfinite(self.gate_bias):
-            raise ValueError(f"gate_bias={self.gate_bias} must be a finite number")
 
     def _validate_token_ids(self):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -1,4 +1,4 @@
-"""The conventions of masks: a call's keywords, where documents begin in a row, and the meaning of `attention_mask`.
+"""The arguments of a call: their types, where documents begin in a row, and the meaning of `attention_mask`.
 
 A call applies the masks once, at its beginning: `Segment.open` (memory) makes the record that the layers read.
 
@@ -33,7 +33,8 @@ def check_inputs(keywords: dict[str, Any], **tensors: Any) -> None:
 
     Raises:
         TypeError: a keyword is not known; the message names it.
-        ValueError: one of `tensors` is no torch.Tensor (lists and NumPy's arrays are not), or `is_causal=False`.
+        ValueError: one of `tensors` is no torch.Tensor (lists and NumPy's arrays are not), `mems` are one instead of a
+            tuple, or `is_causal=False`.
     """
     unread = sorted(name for name, value in keywords.items() if value is not None and name not in KNOWN)
     if unread:
@@ -42,11 +43,49 @@ def check_inputs(keywords: dict[str, Any], **tensors: Any) -> None:
         raise ValueError(
             "is_causal=False asks for tokens that see later ones, but this model reads from left to right"
         )
-    tensors |= {f"mems[{i}]": states for i, states in enumerate(tensors.pop("mems", None) or ())}
+    mems = tensors.pop("mems", None)
+    if isinstance(mems, Tensor):
+        raise ValueError(f"mems are one tensor, {tuple(mems.shape)}, not a tuple of n_layer: give tuple(mems)")
+    tensors |= {f"mems[{i}]": states for i, states in enumerate(mems or ())}
     tensors |= {name: keywords.get(name) for name in DOCUMENT_KEYWORDS}
     for name, value in tensors.items():
         if value is not None and not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, not {type(value).__module__}.{type(value).__name__}")
+
+
+def checked_inputs(
+    config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, keywords: dict[str, Any], **tensors: Any
+) -> Tensor:
+    """The one of `input_ids`, (B, L), and `inputs_embeds`, (B, L, F), that a call gives, and `check_inputs` of it all.
+
+    Raises:
+        ValueError: both or none are given, the tensor has another shape or type than the model reads, or see
+            `check_inputs`.
+    """
+    check_inputs(keywords, input_ids=input_ids, inputs_embeds=inputs_embeds, **tensors)
+    if input_ids is None and inputs_embeds is not None:
+        return _checked_vectors(config, inputs_embeds)
+    if config.vocab_size == 0:
+        raise ValueError("input_ids need a vocabulary, and vocab_size=0 means that there is none: give inputs_embeds")
+    if input_ids is None or inputs_embeds is not None:
+        raise ValueError("give exactly one of input_ids and inputs_embeds")
+    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+        raise ValueError(f"input_ids are {tuple(input_ids.shape)}, not (B, L) with at least one token")
+    if input_ids.dtype not in (torch.long, torch.int):
+        raise ValueError(f"input_ids are {input_ids.dtype}, not torch.long or torch.int")
+    return input_ids
+
+
+def _checked_vectors(config: Any, vectors: Tensor) -> Tensor:
+    """`inputs_embeds`, (B, L, F), where they are as wide as the model reads them."""
+    if vectors.dim() != 3 or vectors.shape[1] == 0:
+        raise ValueError(f"inputs_embeds are {tuple(vectors.shape)}, not (B, L, D) with at least one token")
+    name = "d_model" if config.input_size is None else "input_size"
+    if vectors.shape[-1] != getattr(config, name):
+        raise ValueError(f"inputs_embeds are {vectors.shape[-1]} wide, not {name}={getattr(config, name)}")
+    if not vectors.is_floating_point():
+        raise ValueError(f"inputs_embeds are {vectors.dtype}, no floating-point vectors")
+    return vectors
 
 
 def find_resets(

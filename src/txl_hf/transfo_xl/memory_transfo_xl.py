@@ -130,7 +130,7 @@ class Segment:
             front of a text that zero states precede: `OpenPadding.seen`.
         padding: padding in front of texts that zero states precede; None: there is none.
         first_key: (B, L) int, the first key that each token sees, of its document; None: 0.
-        attention: arguments of `relative_attention` that all layers share.
+        implementation, attention: the backend's name and the fields of `AttentionInputs` that all layers share.
     """
 
     lengths: FilledLengths
@@ -143,6 +143,7 @@ class Segment:
     key_mask: Tensor | None
     padding: OpenPadding | None
     first_key: Tensor | None
+    implementation: str
     attention: dict[str, Any]
 
     @classmethod
@@ -193,10 +194,9 @@ class Segment:
             order = cache.order_of_keys(length, m + length, can_turn)
         if backend.needs_hidden:
             hidden = hidden_keys(length, m + length, window, key_mask, embeds.device, first_key, order)
-        attention = {"implementation": implementation, "window": window, "order": order, "hidden": hidden}
-        attention |= {"key_mask": key_mask, "first_key": first_key}
+        attention = {"window": window, "order": order, "hidden": hidden, "key_mask": key_mask, "first_key": first_key}
         masks = (memory_mask, text_mask, key_mask, padding, first_key)
-        return cls(lengths, length, m + length, memory, cache, *masks, attention)
+        return cls(lengths, length, m + length, memory, cache, *masks, implementation, attention)
 
     def memory_of(self, layer: int, states: Tensor) -> Tensor | None:
         """A layer's memory, (B, m, D), on the device and in the dtype of `states`; None where there is none.

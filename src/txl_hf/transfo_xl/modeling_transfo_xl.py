@@ -39,7 +39,7 @@ from .adaptive_transfo_xl import (
     targets_of,
     wide,
 )
-from .attention_transfo_xl import OPERATORS, find_backend, relative_attention, working_dtype
+from .attention_transfo_xl import OPERATORS, AttentionInputs, attend, find_backend, working_dtype
 from .cache_transfo_xl import (
     CACHE_NAME,
     DecodingState,
@@ -52,7 +52,7 @@ from .cache_transfo_xl import (
 from .configuration_transfo_xl import TransfoXLConfig
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .layout_transfo_xl import TransfoXLLayoutModel
-from .masks_transfo_xl import DOCUMENT_KEYWORDS, check_inputs, find_resets, real_tokens
+from .masks_transfo_xl import DOCUMENT_KEYWORDS, checked_inputs, find_resets, real_tokens
 from .memory_transfo_xl import FilledLengths, MemoryLengths, Segment, hide_states, initial_memory
 from .positions_transfo_xl import Distances, draws
 
@@ -253,20 +253,20 @@ class TransfoXLAttention(nn.Module):
                 rel_key = state.rel_keys[self.layer_idx] = static_address(OPERATORS.keep_layout(rel_key))
         if rel_key is not None:
             rel_key = _last(rel_key.to(query.dtype), 1, segment.key_length)
-        attended, probabilities = relative_attention(
+        inputs = AttentionInputs(
             query,
             # The last K, because a cache that drops no keys has more than the memory.
             _last(key, 2, segment.key_length),
             _last(value, 2, segment.key_length),
-            rel_key,
-            distances.content_bias if self.content_bias is None else self.content_bias,
-            distances.position_bias if self.position_bias is None else self.position_bias,
-            rel_bias=None if distances.rel_bias is None else _last(distances.rel_bias, 1, segment.key_length),
-            dropout=getattr(self.dropatt, "p", 0.0) if self.dropatt.training else 0.0,
-            module=self,
             scaling=self.config.d_head**-0.5,
+            dropout=getattr(self.dropatt, "p", 0.0) if self.dropatt.training else 0.0,
+            rel_key=rel_key,
+            content_bias=distances.content_bias if self.content_bias is None else self.content_bias,
+            position_bias=distances.position_bias if self.position_bias is None else self.position_bias,
+            rel_bias=None if distances.rel_bias is None else _last(distances.rel_bias, 1, segment.key_length),
             **segment.attention,
         )
+        attended, probabilities = attend(inputs, segment.implementation, self)
         attended = OPERATORS.linear(self.o_proj, attended.transpose(1, 2).flatten(2))
         return OPERATORS.dropout(self.dropout, attended), probabilities
 
@@ -372,13 +372,8 @@ def _setting(name: str) -> property:
     """
 
     def set_field(model: "TransfoXLPreTrainedModel", value):
-        previous = getattr(model.config, name)
+        model.config.check_change(name, value)
         setattr(model.config, name, value)
-        try:
-            model.config.validate_architecture()
-        except ValueError:
-            setattr(model.config, name, previous)
-            raise
 
     return property(lambda model: getattr(model.config, name), set_field)
 
@@ -568,12 +563,16 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         cache = kwargs.pop("cache", None)
         if cache is not None or past_key_values is not None:
             cache = chosen_cache(past_key_values, cache)
-        tensors = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
         keywords: dict[str, Any] = {**kwargs}
-        check_inputs(keywords, **tensors, mems=mems, mems_mask=mems_mask, resets=resets)
+        others = {"attention_mask": attention_mask, "mems": mems, "mems_mask": mems_mask, "resets": resets}
+        inputs = checked_inputs(self.config, input_ids, inputs_embeds, keywords, **others)
         # The configuration has the fields of `MemoryLengths`.
         filled: FilledLengths = self.config if lengths is None else MemoryLengths.of(lengths, self.config)
-        embeds = self._embed(input_ids, inputs_embeds)
+        if input_ids is not None:
+            embeds = self.embed_tokens(inputs)
+        else:
+            # Cast here, because observations are often fp64, NumPy's default; with `input_size` the projection casts.
+            embeds = inputs if self.config.input_size else inputs.to(self.first_parameter.dtype)
         if use_cache or cache is not None:
             cache = self._choose_cache(cache, filled.mem_len)
         if resets is not None or any(keywords.get(name) is not None for name in DOCUMENT_KEYWORDS):
@@ -584,7 +583,10 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             self.config, filled, embeds, mems, mems_mask, attention_mask, cache, resets, wants_attentions
         )
 
-        hidden_states = self._enter(embeds, segment, input_ids is None)
+        if input_ids is None:
+            embeds = self._enter_vectors(embeds, segment)
+        hidden_states = self.positions.enter_model(self, embeds, filled.clamp_len, segment.key_mask)
+        hidden_states = OPERATORS.dropout(self.input_dropout, hidden_states)
         distances, state = self._distances(segment, hidden_states)
         memory: list[Any] = []
         entered: list[Tensor] = []
@@ -610,32 +612,38 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             mems_mask=new_mask,
         )
 
-    def _enter(self, embeds: Tensor, segment: Segment, are_given: bool) -> Tensor:
-        """The first layer's input, (B, L, D), from embeddings; `are_given`: whether they are the caller's."""
-        if are_given and segment.text_mask is not None:
+    def _enter_vectors(self, embeds: Tensor, segment: Segment) -> Tensor:
+        """The embeddings, (B, L, D), of a caller's vectors, (B, L, F)."""
+        if segment.text_mask is not None:
             # Zeros at padding, because a caller's vectors may be NaN there, which would spread; a table's are not.
             embeds = hide_states(embeds, segment.text_mask[:, segment.memory.length :])
-        if self.config.vocab_size == 0:
-            embeds = self.embed_vectors(embeds)
-            if self._is_checkpointed_reentrantly() and not embeds.requires_grad:
-                # A reentrant checkpoint computes gradients only if its inputs require them, which transformers sets
-                # for tables of tokens.
-                embeds = embeds.detach().requires_grad_()
-        entering = self.positions.enter_model(self, embeds, segment.lengths.clamp_len, segment.key_mask)
-        return OPERATORS.dropout(self.input_dropout, entering)
+        if self.config.vocab_size > 0:
+            return embeds
+        embeds = self.embed_vectors(embeds)
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled() and not embeds.requires_grad:
+            # A reentrant checkpoint computes gradients only if its inputs require them, which transformers sets for
+            # tables of tokens.
+            if getattr(self._gradient_checkpointing_func, "keywords", {}).get("use_reentrant", False):
+                return embeds.detach().requires_grad_()
+        return embeds
 
     def _distances(self, segment: Segment, states: Tensor) -> tuple[list[Distances], DecodingState | None]:
         """The distances of each layer; and the state of the cache, if that stores them for later calls."""
-        clamp_len, cache = segment.lengths.clamp_len, segment.cache
         # Distances have the dtype of the products that read them.
         like = states.new_empty(0, states.shape[-1], dtype=working_dtype(states))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Forwards with gradients are counted, because each step of a fused optimizer follows one, and changes
             # weights without raising the `_version` by which a cache detects that its W_R R is outdated.
             self._trained += 1
-        if cache is None or torch.is_grad_enabled() or draws(self.position_dropout):
-            return self.positions.distances(self, segment.key_length, like, clamp_len), None
-        state = decoding_state_of(cache)
+        if segment.cache is None or torch.is_grad_enabled() or draws(self.position_dropout):
+            return self.positions.distances(self, segment.key_length, like, segment.lengths.clamp_len), None
+        return self._kept_distances(segment, like, decoding_state_of(segment.cache))
+
+    def _kept_distances(
+        self, segment: Segment, like: Tensor, state: DecodingState
+    ) -> tuple[list[Distances], DecodingState]:
+        """`_distances` that a cache stores: those of its state, made anew where they are too few or outdated."""
+        clamp_len = segment.lengths.clamp_len
         # The distances of a full memory at once, because a growing one would compute them again for each token.
         reach = max(segment.key_length, segment.lengths.mem_len + 1)
         shares = clamp_len > 0 and not 0 < self.config.decay_len < reach
@@ -648,38 +656,6 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             state.distances = self.positions.distances(self, state.projected, like, clamp_len)
         assert state.distances is not None
         return state.distances, state
-
-    def _is_checkpointed_reentrantly(self) -> bool:
-        if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
-            return False
-        return getattr(self._gradient_checkpointing_func, "keywords", {}).get("use_reentrant", False)
-
-    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """(B, L, D) from the argument that is given; (B, L, F) vectors unchanged."""
-        if input_ids is not None and self.config.vocab_size == 0:
-            raise ValueError(
-                "input_ids were given, but vocab_size=0 means that there are no tokens: use inputs_embeds"
-            )
-        if input_ids is not None and inputs_embeds is None:
-            if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-                raise ValueError(f"input_ids are {tuple(input_ids.shape)}, not (B, L) with at least one token")
-            if input_ids.dtype not in (torch.long, torch.int):
-                raise ValueError(f"input_ids are {input_ids.dtype}, not torch.long or torch.int")
-            return self.embed_tokens(input_ids)
-        if input_ids is not None or inputs_embeds is None:
-            needed = "inputs_embeds" if self.config.vocab_size == 0 else "exactly one of input_ids and inputs_embeds"
-            raise ValueError(f"give {needed}")
-        if inputs_embeds.dim() != 3 or inputs_embeds.shape[1] == 0:
-            raise ValueError(f"inputs_embeds are {tuple(inputs_embeds.shape)}, not (B, L, D) with at least one token")
-        name = "d_model" if self.config.input_size is None else "input_size"
-        if inputs_embeds.shape[-1] != getattr(self.config, name):
-            raise ValueError(
-                f"inputs_embeds are {inputs_embeds.shape[-1]} wide, not {name}={getattr(self.config, name)}"
-            )
-        if not inputs_embeds.is_floating_point():
-            raise ValueError(f"inputs_embeds are {inputs_embeds.dtype}, no floating-point vectors")
-        # Cast here, because observations are often fp64, NumPy's default; with `input_size` the projection casts.
-        return inputs_embeds if self.config.input_size else inputs_embeds.to(self.first_parameter.dtype)
 
     def _choose_cache(self, cache: Cache | None, mem_len: int) -> Cache | None:
         """The cache of a call with `use_cache`: the given or a new one; None where the call cannot fill one."""
@@ -783,7 +759,9 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             check_numbers(num_items_in_batch, logits_to_keep, input_ids if inputs_embeds is None else inputs_embeds)
         given = targets = None
         if labels is not None or shift_labels is not None:
-            given, targets = targets_of(labels, shift_labels, attention_mask, input_ids, inputs_embeds)
+            both = {"labels": labels, "shift_labels": shift_labels}
+            inputs = checked_inputs(self.config, input_ids, inputs_embeds, {}, attention_mask=attention_mask, **both)
+            given, targets = targets_of(inputs, attention_mask, **both)
         if output_logits is None:
             output_logits = self.config.output_logits or not self.config.cutoffs
             output_logits = output_logits or (targets is not None and self._has_room_for_logits(targets.numel()))
@@ -877,10 +855,10 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 classes that are no integers, or neither -100 nor in [0, num_labels).
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
-        check_inputs({}, input_ids=input_ids, inputs_embeds=inputs, attention_mask=attention_mask, labels=labels)
+        others = {"attention_mask": attention_mask, "labels": labels}
+        inputs = checked_inputs(self.config, input_ids, inputs_embeds, {}, **others)
         check_numbers(num_items_in_batch)
-        if labels is not None and inputs is not None:
+        if labels is not None:
             labels = labels_of_rows(labels, len(inputs), self.config)
         if input_ids is not None:
             if attention_mask is None and self.config.pad_token_id is None and len(input_ids) > 1:
@@ -974,9 +952,10 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
                 and see `TransfoXLModel.forward`.
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        check_inputs({}, labels=labels)
         check_numbers(num_items_in_batch)
-        if labels is not None and check_targets("labels", labels, input_ids, inputs_embeds):
+        if labels is not None:
+            inputs = checked_inputs(self.config, input_ids, inputs_embeds, {}, labels=labels)
+            check_targets("labels", labels, inputs)
             if self.num_labels == 1:
                 raise ValueError(
                     "labels of num_labels=1 teach nothing, since there is one class: give more, or take a loss of "
