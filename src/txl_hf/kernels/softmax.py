@@ -109,29 +109,17 @@ def nll(softmax: AdaptiveLogSoftmax, hidden_states: Tensor, targets: Tensor, by_
         starts = [softmax.bins[i][0] for i in share]
         states = [projected[i] for i in share]
         of_head = (softmax.head_targets(targets), clusters) if 0 in share else (None, None)
-        places = (by_bin, share, ranges, starts, softmax.config.vocab_size)
+        places = (by_bin.order, by_bin.ends, share, ranges, starts, softmax.config.vocab_size)
         losses.append(layer(_bin_losses, states, targets, *of_head, *places))
     return reduce(torch.add, losses)
 
 
-def _bin_losses(
-    weight: Tensor,
-    bias: Tensor,
-    hidden_states: list[Tensor],
-    targets: Tensor,
-    head_targets: Tensor | None,
-    clusters: Tensor | None,
-    by_bin: TargetsByBin,
-    bins: list[int],
-    ranges: list[int],
-    starts: list[int],
-    vocab_size: int,
-) -> Tensor:
-    """Summands of the targets' losses from the bins of a table: (N,) fp32. See `losses_of_bins`."""
+def _bin_losses(weight: Tensor, bias: Tensor, *inputs: Any) -> Tensor:
+    """Summands of the targets' losses from the bins of a table, (N,) fp32: `losses_of_bins` of the table and `inputs`,
+    as a function that a layer of the softmax calls with its table."""
     # Nothing is kept in a graph, because the number of kept logits depends on the data.
     keeps = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not weight.is_meta
-    tensors = (weight, bias, hidden_states, targets, head_targets, clusters, by_bin.order, by_bin.ends)
-    return losses_of_bins(*tensors, bins, ranges, starts, vocab_size, keeps)[0]
+    return losses_of_bins(weight, bias, *inputs, keeps)[0]
 
 
 class _Task(NamedTuple):
