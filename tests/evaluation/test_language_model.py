@@ -158,7 +158,7 @@ def test_a_model_read_as_a_whole_scores_alike(ext_len):
     for whole in (False, True):
         reader = reading.Reader(MODEL.eval(), given)
         reader.whole = whole
-        found.append(list(reader.losses(reading.Text(text(23), given, VOCAB_SIZE))))
+        found.append(list(reader.losses(reading.Text(MODEL, text(23), given))))
     assert len(found[0]) == 3
     for (_, states, losses), (_, same_states, same_losses) in zip(*found, strict=True):
         torch.testing.assert_close(same_states, states, rtol=1e-5, atol=1e-5)

@@ -1206,7 +1206,6 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"eval_every": 5}, "sets 'eval_every', which is --eval_steps now"),
         (
             {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"x": 1}},
             "--lr_scheduler_type cosine with --lr_scheduler_kwargs",
@@ -1319,7 +1318,6 @@ def test_command_lines_that_are_refused(tmp_path, capsys, recipe, corpus):
     missing = tmp_path / "missing"
     assert f"the recipe {missing} cannot be read: No such file" in refused(capsys, missing, "--smoke")
     assert "unrecognized arguments: --learnin_rate 1" in refused(capsys, recipe, "--learnin_rate", "1")
-    assert refused(capsys, recipe, "--eval-every", "1").endswith("(it is --eval_steps now)")
     assert "--data is missing: name a folder" in refused(capsys, recipe, "--output", "x")
     assert "--output is missing" in refused(capsys, recipe, "--data", corpus)
     for data in (missing, recipe):

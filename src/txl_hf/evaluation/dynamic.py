@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
 
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-from .reading import Reader, Reading, Segment, Text, device_of, evaluating, open_text
+from .reading import Reader, Reading, Segment, Text, device_of, evaluating
 
 
 class Diverged(ValueError):
@@ -123,7 +123,7 @@ class DynamicEvaluation:
         if isinstance(token_ids, Tensor):
             # Moved to the CPU, because a prompt of `generate` is on the model's device.
             token_ids = token_ids.cpu()
-        text = open_text(model, token_ids, Reading(segment_length, memory_length, progress=progress))
+        text = Text(model, token_ids, Reading(segment_length, memory_length, progress=progress))
         with adapting(model, self, text) as adaptation:
             bar = tqdm(total=text.tokens, unit="token", desc="adapt", disable=not progress)
             with following(model), bar:
@@ -172,7 +172,7 @@ class GradientStatistics:
         Raises:
             ValueError: as `evaluate_language_model`.
         """
-        text = open_text(model, token_ids, Reading(segment_length, memory_length, batch_size, **settings))
+        text = Text(model, token_ids, Reading(segment_length, memory_length, batch_size, **settings))
         with following(model):
             adaptation = Adaptation(model, DynamicEvaluation(0.0, parameters=parameters), text.reading)
             return cls(adaptation.collect(text), len(token_ids), _protocol(text))
@@ -381,7 +381,7 @@ def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text) ->
     # Places are of one text; a token ends the documents of both texts.
     document_end = text.document_end if isinstance(text.document_end, int) else None
     try:
-        return open_text(model, token_ids, replace(text.reading, warm_up=0, document_end=document_end, memory=None))
+        return Text(model, token_ids, replace(text.reading, warm_up=0, document_end=document_end, memory=None))
     except ValueError as error:
         raise ValueError(f"statistics: {error}") from None
 

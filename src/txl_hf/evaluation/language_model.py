@@ -15,7 +15,7 @@ from ..data.streams import check_sizes, describe_document_end
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .continuous_cache import ContinuousCache, History
 from .dynamic import DynamicEvaluation, adapting, following
-from .reading import Reader, Reading, Segment, Text, device_of, evaluating, open_text
+from .reading import Reader, Reading, Segment, Text, device_of, evaluating
 
 
 @dataclass(frozen=True)
@@ -173,14 +173,8 @@ def evaluate_caches(
     caches: Sequence[ContinuousCache | None],
     dynamic: DynamicEvaluation | None = None,
 ) -> list[LanguageModelEvaluation]:
-    """`evaluate_language_model` with each of several caches (None: without one), while the text is read only once.
-
-    Raises:
-        ValueError: there is no cache; and as `evaluate_language_model` does.
-    """
-    if not caches:
-        raise ValueError("caches is empty: give [None] for one reading without any")
-    text = open_text(model, token_ids, reading)
+    """`evaluate_language_model` with each of one or more caches (None: without one), while the text is read once."""
+    text = Text(model, token_ids, reading)
     reading = text.reading
     with _losses(model, text, dynamic, caches) as losses:
         # The sums stay on the device until the text is read, so that the host never waits for the device.
@@ -234,7 +228,7 @@ def token_losses(
     Raises:
         ValueError: as `evaluate_language_model`.
     """
-    text = open_text(model, token_ids, Reading(segment_length, memory_length, batch_size, **settings))
+    text = Text(model, token_ids, Reading(segment_length, memory_length, batch_size, **settings))
     accelerator = text.reading.accelerator
     with _losses(model, text, dynamic, [cache]) as losses:
         # The losses stay on the device until the text is read, so that the host never waits for the device.
@@ -267,9 +261,7 @@ def _losses(
 def _mix(
     scored: Iterable[tuple[Segment, Tensor, Tensor]], caches: Sequence[ContinuousCache | None], bar: tqdm
 ) -> Iterator[list[Tensor]]:
-    used = [cache for cache in caches if cache is not None]
-    history = History(used) if used else None
+    history = History(caches)
     for segment, hidden_states, losses in scored:
-        mixed = iter(()) if history is None else iter(history.mix(segment, hidden_states, losses))
         bar.update(segment.scored)
-        yield [losses if cache is None else next(mixed) for cache in caches]
+        yield history.mix(segment, hidden_states, losses)

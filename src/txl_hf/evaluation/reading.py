@@ -1,10 +1,9 @@
 """A text read with memory: in streams, segment by segment, with the loss of each token in its place."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -113,12 +112,11 @@ class Text:
     """The streams of a text, which of them this process reads, and which tokens are scored.
 
     Args:
-        token_ids: see `evaluate_language_model`.
-        reading: with all lengths, see `Reading.of`.
-        vocab_size: ids must be smaller, which is checked before the first pass, because the last segment of a long
-            text is hours away.
+        model, token_ids: see `evaluate_language_model`. All ids are checked before the first pass, because the last
+            segment of a long text is hours away.
 
     Attributes:
+        reading: with the model's lengths in place of None.
         share: the streams that this process reads.
         length: labels of the longest stream.
         unscored: tokens at the start of a stream that are not scored.
@@ -128,7 +126,12 @@ class Text:
         ValueError: see `evaluate_language_model`.
     """
 
-    def __init__(self, token_ids, reading: Reading, vocab_size: int):
+    def __init__(self, model: TransfoXLForCausalLM, token_ids, reading: Reading):
+        if isinstance(model, DataParallel | DistributedDataParallel):
+            raise ValueError(
+                f"the model is wrapped in {type(model).__name__}: give model.module, as accelerator.unwrap_model does"
+            )
+        reading, vocab_size = reading.of(model.config), model.config.vocab_size
         batch_size, warm_up, accelerator = reading.batch_size, reading.warm_up, reading.accelerator
         token_ids = open_tokens(token_ids)
         check_tokens(token_ids)
@@ -165,13 +168,15 @@ class Text:
         for start in range(0, self.length, at_once):
             stop = min(start + at_once, self.length)
             first = max(0, start - ext_len)
-            tokens = torch.full((len(self.share), stop + 1 - first), -100)
-            rows = self._rows(first, stop + 1, partial(read_tokens, self.token_ids), tokens).to(device)
-            starts = None
-            if self.document_end is not None:
-                read_starts = partial(document_starts, self.token_ids, self.document_end)
-                starts = torch.zeros(len(self.share), stop - first, dtype=torch.bool)
-                starts = self._rows(first, stop, read_starts, starts).to(device)
+            rows = torch.full((len(self.share), stop + 1 - first), -100)
+            starts = None if self.document_end is None else torch.zeros_like(rows[:, :-1], dtype=torch.bool)
+            for i, stream in enumerate(self.share):
+                if part := stream[first : stop + 1]:
+                    rows[i, : len(part)] = read_tokens(self.token_ids, part.start, part.stop)
+                if starts is not None and (part := stream[first:stop]):
+                    begun = document_starts(self.token_ids, self.document_end, part.start, part.stop)
+                    starts[i, : len(part)] = begun
+            rows, starts = rows.to(device), None if starts is None else starts.to(device)
             for begin in range(start, stop, segment_length):
                 end = min(begin + segment_length, stop)
                 labels = targets = rows[:, begin + 1 - first : end + 1 - first]
@@ -203,29 +208,9 @@ class Text:
             start += len(scored)
         return result
 
-    def _rows(self, first: int, stop: int, read: Callable[[int, int], Tensor], rows: Tensor) -> Tensor:
-        """`rows` (B, stop - first), filled with what `read` returns of the tokens [first, stop) of each stream."""
-        for row, stream in zip(rows, self.share, strict=True):
-            if part := stream[first:stop]:
-                row[: len(part)] = read(part.start, part.stop)
-        return rows
-
     def _scored(self, streams: list[range], begin: int, end: int) -> int:
         """The number of scored targets in the columns [begin, end) of these streams."""
         return _labels(streams, max(begin, self.unscored - 1), end)
-
-
-def open_text(model: TransfoXLForCausalLM, token_ids, reading: Reading) -> Text:
-    """The `Text` of a reading, with the model's lengths in place of None.
-
-    Raises:
-        ValueError: the model is wrapped, or cannot read the text with these settings.
-    """
-    if isinstance(model, DataParallel | DistributedDataParallel):
-        raise ValueError(
-            f"the model is wrapped in {type(model).__name__}: give model.module, as accelerator.unwrap_model does"
-        )
-    return Text(token_ids, reading.of(model.config), model.config.vocab_size)
 
 
 class Reader:

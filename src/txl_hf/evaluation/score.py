@@ -400,12 +400,10 @@ def print_curves(found: dict[str, dict[str, Any]]):
 
 def plot(report: dict[str, Any], path: Path):
     """Perplexity by attention length, as the paper's Figure 4."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
     for protocol in report["curves"]:
         rows = [row for row in report["results"] if row["protocol"] == protocol and row["perplexity"] is not None]
         points = sorted((attention_length(row), row["perplexity"]) for row in rows)
@@ -418,7 +416,6 @@ def plot(report: dict[str, Any], path: Path):
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as aside:
         figure.savefig(aside, dpi=150)
-    plt.close(figure)
 
 
 # ---- the text ---------------------------------------------------------------------------------------------

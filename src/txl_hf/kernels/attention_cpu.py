@@ -51,8 +51,9 @@ def tiled_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
         hidden = query.new_zeros(1, query.shape[2], 1)
     else:
         hidden = query.new_zeros(found[:, 0].shape).masked_fill_(found[:, 0], -torch.inf)
-    biases = (inputs.content_bias, inputs.position_bias)
-    states = (*(_scaled(query, bias, inputs.scaling) for bias in biases), key, inputs.value)
+    content_query = _scaled(query, inputs.content_bias, inputs.scaling)
+    position_query = _scaled(query, inputs.position_bias, inputs.scaling)
+    states = (content_query, position_query, key, inputs.value)
     trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*states, rel_key))
     K, L = key.shape[2], query.shape[2]
     # L - 1 rows more than given, because the shift moves a row by up to L - 1 places.

@@ -7,12 +7,8 @@ which PyTorch contains too, is faster, for one row as for a thousand: by a third
 start. On Intel's CPUs MKL is as fast, and reorders no matrix first. In bf16 PyTorch uses oneDNN itself, except that a
 single row has a faster form here.
 
-Layers are plain `nn.Linear`, as quantisation, adapters and offloading expect them; `linear`, which the model calls,
-uses the faster product where a layer is unmodified.
-
 PyTorch's dropout on CPU draws a random number for each element, one after the other, which can take a fifth of a
-training step; this one takes a third of that. Dropout after a ReLU saves its result alone, which the next layer saves
-anyway."""
+training step; this one takes a third of that."""
 
 import functools
 import math

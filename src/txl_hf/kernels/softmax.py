@@ -103,10 +103,10 @@ def nll(softmax: AdaptiveLogSoftmax, hidden_states: Tensor, targets: Tensor, by_
     losses = []
     # Also bins without any token, so that their parameters get a gradient (zero) on every process.
     for layer, share in zip(softmax.out_layers, shares, strict=True):
-        # The range of table rows of each bin.
-        starts_of_tables = [softmax.bins[i][0] if len(softmax.out_layers) > 1 else 0 for i in share]
-        ranges = [n - first for i, first in zip(share, starts_of_tables, strict=True) for n in softmax.bins[i][:2]]
         starts = [softmax.bins[i][0] for i in share]
+        # The range of table rows of each bin; a table of one bin begins with it.
+        origin = starts[0] if len(softmax.out_layers) > 1 else 0
+        ranges = [n - origin for i in share for n in softmax.bins[i][:2]]
         states = [projected[i] for i in share]
         of_head = (softmax.head_targets(targets), clusters) if 0 in share else (None, None)
         places = (by_bin.order, by_bin.ends, share, ranges, starts, softmax.config.vocab_size)
@@ -368,9 +368,8 @@ def losses_of_bins(*inputs):
     """Cross-entropies of several bins of one table, without their logits.
 
     Blocks of columns (tokens of the vocabulary) are computed one after the other, so that the table is read, and its
-    gradient written, once. The backward pass computes a block again, unless its logits were kept. One operator
-    computes all bins of a table, because a slice for each bin would sum gradients as large as the table. For
-    torch.compile it is one operation, whose results have the same shapes for any number of tokens in a bin.
+    gradient written, once. One operator computes all bins of a table, because a slice for each bin would sum gradients
+    as large as the table.
 
     Args:
         weight, bias: the table, (n, d) and (n,).

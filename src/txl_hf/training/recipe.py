@@ -30,22 +30,6 @@ from .regularization import RegularizationArguments
 # The settings of a run, in its folder.
 RECIPE = "recipe.yaml"
 GROUPS = (ModelArguments, DataArguments, RegularizationArguments, TransfoXLTrainingArguments)
-# Former names of options that now have transformers' names.
-RENAMED = {
-    "eval_every": "eval_steps",
-    "save_every": "save_steps",
-    "log_every": "logging_steps",
-    "mixed_precision": "bf16 or --fp16",
-    "beta1": "adam_beta1",
-    "beta2": "adam_beta2",
-    "epsilon": "adam_epsilon",
-    "max_epochs": "num_train_epochs",
-    "batch_chunk": "gradient_accumulation_steps",
-    "dynamo_backend": "torch_compile_backend",
-    "scheduler": "lr_scheduler_type",
-    "min_learning_rate": "lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr\": …}'",
-    "decay_steps": "lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs '{\"num_decay_steps\": …}'",
-}
 
 
 class Arguments(NamedTuple):
@@ -91,9 +75,8 @@ class RecipeParser(HfArgumentParser, CommandParser):
         self.add_argument("recipe", type=find_recipe, help="YAML file, or the name of one of examples/recipes")
 
     def error(self, message: str):
-        options = (word.partition("=")[0] for word in message.split() if word.startswith("--"))
-        renamed = next(filter(None, (RENAMED.get(option[2:].replace("-", "_")) for option in options)), None)
-        self.exit(2, f"error: {message}{f' (it is --{renamed} now)' if renamed else ''}\n")
+        # Without the usage, which names hundreds of options.
+        self.exit(2, f"error: {message}\n")
 
     def take_defaults(self, path: Path) -> dict[str, Any]:
         """Make a recipe's settings the defaults of their options, and return them.
@@ -105,10 +88,8 @@ class RecipeParser(HfArgumentParser, CommandParser):
         actions = {"output" if action.dest == "output_dir" else action.dest: action for action in self._actions[::-1]}
         for name, value in settings.items():
             if name not in actions:
-                renamed = RENAMED.get(name)
                 closest = difflib.get_close_matches(str(name), actions, n=1, cutoff=0.0)[0]
-                reason = f"is --{renamed} now" if renamed else f"does not exist; the closest name is {closest!r}"
-                raise ValueError(f"{path} sets {name!r}, which {reason}")
+                raise ValueError(f"{path} sets {name!r}, which does not exist; the closest name is {closest!r}")
             self._check_value(actions[name], value)
             # As typed on the command line, so that the option's type reads it.
             one = [value] if actions[name].nargs == "*" else str(value)
