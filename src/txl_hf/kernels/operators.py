@@ -302,8 +302,12 @@ def is_plain(*tensors: Tensor) -> bool:
     """Whether the call is eager and the tensors are plain: no subclasses, no transforms of torch.func, no tangents.
 
     A tensor under vmap does not show whether it needs a gradient, and the package's operators have no forward mode.
+    Tensors are checked only while a transform or forward mode is active.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed(*tensors):
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    transforms = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    if transforms and is_transformed(*tensors):
         return False
     return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
 
