@@ -169,13 +169,13 @@ class Text:
             stop = min(start + at_once, self.length)
             first = max(0, start - ext_len)
             rows = torch.full((len(self.share), stop + 1 - first), -100)
-            starts = None if self.document_end is None else torch.zeros_like(rows[:, :-1], dtype=torch.bool)
+            document_end = self.document_end
+            starts = None if document_end is None else torch.zeros_like(rows[:, :-1], dtype=torch.bool)
             for i, stream in enumerate(self.share):
                 if part := stream[first : stop + 1]:
                     rows[i, : len(part)] = read_tokens(self.token_ids, part.start, part.stop)
-                if starts is not None and (part := stream[first:stop]):
-                    begun = document_starts(self.token_ids, self.document_end, part.start, part.stop)
-                    starts[i, : len(part)] = begun
+                if starts is not None and document_end is not None and (part := stream[first:stop]):
+                    starts[i, : len(part)] = document_starts(self.token_ids, document_end, part.start, part.stop)
             rows, starts = rows.to(device), None if starts is None else starts.to(device)
             for begin in range(start, stop, segment_length):
                 end = min(begin + segment_length, stop)
