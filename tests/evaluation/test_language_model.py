@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import small_model
-from txl_hf import MemoryLengths, TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model, token_losses
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model, token_losses
 from txl_hf.evaluation import language_model as evaluation
 from txl_hf.evaluation import reading
 
@@ -153,12 +153,12 @@ def test_a_pass_that_only_the_longer_streams_have_is_theirs_alone():
 @torch.no_grad()
 def test_a_model_read_as_a_whole_scores_alike(ext_len):
     """As where it is sharded, with tokens that are read again."""
-    given = reading.Reading(5, MemoryLengths(ext_len=ext_len), batch_size=2)
+    given = reading.Reading(5, batch_size=2, ext_len=ext_len)
     found = []
     for whole in (False, True):
         reader = reading.Reader(MODEL.eval(), given)
         reader.whole = whole
-        found.append(list(reader.losses(reading.Text(text(23), given, VOCAB_SIZE))))
+        found.append(list(reader.losses(reading.Text(MODEL, text(23), given))))
     assert len(found[0]) == 3
     for (_, states, losses), (_, same_states, same_losses) in zip(*found, strict=True):
         torch.testing.assert_close(same_states, states, rtol=1e-5, atol=1e-5)

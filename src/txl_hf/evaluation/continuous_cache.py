@@ -79,11 +79,12 @@ class History:
     """The last states of B streams that are read side by side, with the tokens that followed them.
 
     Several caches share these states, which costs little more than one cache if sizes and temperatures are the same.
+    None is no cache: the losses are the model's.
     """
 
-    def __init__(self, caches: Sequence[ContinuousCache]):
+    def __init__(self, caches: Sequence[ContinuousCache | None]):
         self._caches = caches
-        self._size = max(cache.size for cache in caches)
+        self._size = max((cache.size for cache in caches if cache is not None), default=0)
         self._states: Tensor | None = None
         self._tokens: Tensor | None = None
 
@@ -93,30 +94,32 @@ class History:
         Args:
             hidden_states: (B, L, D), the states that predict the targets. losses: (B, L) fp32, the model's.
         """
+        if self._size == 0:
+            return [losses] * len(self._caches)
         states, labels = hidden_states.float(), segment.labels.to(hidden_states.device)
         if self._states is None or self._tokens is None:
             self._states, self._tokens = states[:, :0], labels[:, :0]
         keys = torch.cat([self._states, states], dim=1)
         tokens = torch.cat([self._tokens, labels], dim=1)
         looked_at, finite = _finite(keys)
-        with _full_precision(states):
+        # Without autocast of the caller, which would multiply fp32 states in half precision.
+        with torch.autocast(states.device.type, enabled=False):
             products = states @ looked_at.transpose(1, 2)
         followed = tokens[:, None] == labels[..., None]
         log_probs = {
             (size, temperature): _log_cache(products * temperature, followed, finite, size)
-            for size, temperature in {(cache.size, cache.temperature) for cache in self._caches}
+            for size, temperature in {(cache.size, cache.temperature) for cache in self._caches if cache is not None}
         }
         self._states, self._tokens = keys[:, -self._size :], tokens[:, -self._size :]
         unscored = segment.targets.to(losses.device) == -100
         return [
-            -cache.mix(-losses, log_probs[cache.size, cache.temperature].to(losses.device)).masked_fill(unscored, 0)
+            losses
+            if cache is None
+            else -cache.mix(-losses, log_probs[cache.size, cache.temperature].to(losses.device)).masked_fill(
+                unscored, 0
+            )
             for cache in self._caches
         ]
-
-
-def _full_precision(states: Tensor) -> torch.autocast:
-    """A context without autocast of the caller, which would multiply fp32 states in half precision."""
-    return torch.autocast(states.device.type, enabled=False)
 
 
 def _finite(states: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,7 +199,7 @@ class CacheLogitsProcessor(LogitsProcessor):
         looked_at = finite[:, :-1] & finite[:, 1:]
         if looked_at.shape[1] == 0:
             return log_model
-        with _full_precision(states):
+        with torch.autocast(states.device.type, enabled=False):
             products = torch.einsum("bnd,bd->bn", states[:, :-1], states[:, -1]) * self._cache.temperature
         # A softmax over no position is NaN, which `mix` reads as an empty cache.
         shares = products.masked_fill(~looked_at, -math.inf).softmax(-1)

@@ -9,15 +9,13 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
 
-from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-from .reading import Reader, Reading, Segment, Text, device_of, evaluating, open_text
+from .reading import Reader, Reading, Segment, Text, device_of, evaluating
 
 
 class Diverged(ValueError):
@@ -125,7 +123,7 @@ class DynamicEvaluation:
         if isinstance(token_ids, Tensor):
             # Moved to the CPU, because a prompt of `generate` is on the model's device.
             token_ids = token_ids.cpu()
-        text = open_text(model, token_ids, Reading(segment_length, MemoryLengths(memory_length), progress=progress))
+        text = Text(model, token_ids, Reading(segment_length, memory_length, progress=progress))
         with adapting(model, self, text) as adaptation:
             bar = tqdm(total=text.tokens, unit="token", desc="adapt", disable=not progress)
             with following(model), bar:
@@ -162,26 +160,19 @@ class GradientStatistics:
         memory_length: int | None = None,
         batch_size: int = 1,
         *,
-        ext_len: int | None = None,
-        clamp_len: int | None = None,
-        same_length: bool | None = None,
-        document_end: int | Sequence[int] | np.ndarray | None = None,
         parameters: str | None = None,
-        accelerator: Any = None,
-        progress: bool = False,
+        **settings: Any,
     ) -> "GradientStatistics":
         """Statistics of a training text, read with the lengths and streams of the later readings.
 
         Args:
-            model, token_ids, …: all as in `evaluate_language_model`. The weights do not change.
+            model, token_ids, …, settings: as in `evaluate_language_model`. The weights do not change.
             parameters: as in `DynamicEvaluation`. None: statistics of all, which serve any.
 
         Raises:
             ValueError: as `evaluate_language_model`.
         """
-        lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
-        reading = Reading(segment_length, lengths, batch_size, 0, document_end, accelerator, progress)
-        text = open_text(model, token_ids, reading)
+        text = Text(model, token_ids, Reading(segment_length, memory_length, batch_size, **settings))
         with following(model):
             adaptation = Adaptation(model, DynamicEvaluation(0.0, parameters=parameters), text.reading)
             return cls(adaptation.collect(text), len(token_ids), _protocol(text))
@@ -390,7 +381,7 @@ def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text) ->
     # Places are of one text; a token ends the documents of both texts.
     document_end = text.document_end if isinstance(text.document_end, int) else None
     try:
-        return open_text(model, token_ids, replace(text.reading, warm_up=0, document_end=document_end, memory=None))
+        return Text(model, token_ids, replace(text.reading, warm_up=0, document_end=document_end, memory=None))
     except ValueError as error:
         raise ValueError(f"statistics: {error}") from None
 

@@ -12,11 +12,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..data.streams import check_sizes, describe_document_end
-from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .continuous_cache import ContinuousCache, History
 from .dynamic import DynamicEvaluation, adapting, following
-from .reading import Reader, Reading, Segment, Text, device_of, evaluating, open_text
+from .reading import Reader, Reading, Segment, Text, device_of, evaluating
 
 
 @dataclass(frozen=True)
@@ -162,8 +161,8 @@ def evaluate_language_model(
             token nor places in the text, or the model has no place where one could begin (see `resets`); or the model
             is wrapped for several devices.
     """
-    lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
-    reading = Reading(segment_length, lengths, batch_size, warm_up, document_end, accelerator, progress, memory)
+    lengths = (segment_length, memory_length, batch_size, warm_up, ext_len, clamp_len, same_length)
+    reading = Reading(*lengths, document_end, accelerator, progress, memory)
     return evaluate_caches(model, token_ids, reading, [cache], dynamic)[0]
 
 
@@ -174,14 +173,8 @@ def evaluate_caches(
     caches: Sequence[ContinuousCache | None],
     dynamic: DynamicEvaluation | None = None,
 ) -> list[LanguageModelEvaluation]:
-    """`evaluate_language_model` with each of several caches (None: without one), while the text is read only once.
-
-    Raises:
-        ValueError: there is no cache; and as `evaluate_language_model` does.
-    """
-    if not caches:
-        raise ValueError("caches is empty: give [None] for one reading without any")
-    text = open_text(model, token_ids, reading)
+    """`evaluate_language_model` with each of one or more caches (None: without one), while the text is read once."""
+    text = Text(model, token_ids, reading)
     reading = text.reading
     with _losses(model, text, dynamic, caches) as losses:
         # The sums stay on the device until the text is read, so that the host never waits for the device.
@@ -218,21 +211,14 @@ def token_losses(
     memory_length: int | None = None,
     batch_size: int = 1,
     *,
-    warm_up: int = 0,
-    ext_len: int | None = None,
-    clamp_len: int | None = None,
-    same_length: bool | None = None,
     dynamic: DynamicEvaluation | None = None,
     cache: ContinuousCache | None = None,
-    document_end: int | Sequence[int] | np.ndarray | None = None,
-    accelerator: Any = None,
-    progress: bool = False,
-    memory: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Tensor:
     """The loss of each token of a text; `evaluate_language_model` returns their mean.
 
     Args:
-        model, token_ids, …: all as in `evaluate_language_model`.
+        model, token_ids, …, settings: all as in `evaluate_language_model`.
 
     Returns:
         (n,) fp32 on the CPU: the negative log-likelihoods in nats of the n scored tokens, in text order. These are all
@@ -242,9 +228,8 @@ def token_losses(
     Raises:
         ValueError: as `evaluate_language_model`.
     """
-    lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
-    reading = Reading(segment_length, lengths, batch_size, warm_up, document_end, accelerator, progress, memory)
-    text = open_text(model, token_ids, reading)
+    text = Text(model, token_ids, Reading(segment_length, memory_length, batch_size, **settings))
+    accelerator = text.reading.accelerator
     with _losses(model, text, dynamic, [cache]) as losses:
         # The losses stay on the device until the text is read, so that the host never waits for the device.
         result = text.in_order(torch.cat([part for (part,) in losses], dim=1).cpu())
@@ -276,9 +261,7 @@ def _losses(
 def _mix(
     scored: Iterable[tuple[Segment, Tensor, Tensor]], caches: Sequence[ContinuousCache | None], bar: tqdm
 ) -> Iterator[list[Tensor]]:
-    used = [cache for cache in caches if cache is not None]
-    history = History(used) if used else None
+    history = History(caches)
     for segment, hidden_states, losses in scored:
-        mixed = iter(()) if history is None else iter(history.mix(segment, hidden_states, losses))
         bar.update(segment.scored)
-        yield [losses if cache is None else next(mixed) for cache in caches]
+        yield history.mix(segment, hidden_states, losses)

@@ -1,10 +1,9 @@
 """A text read with memory: in streams, segment by segment, with the loss of each token in its place."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -42,35 +41,49 @@ LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_leng
 class Reading:
     """The settings of a reading: arguments of `evaluate_language_model` without model, text, `dynamic` and `cache`.
 
-    Attributes:
-        lengths: `memory_length`, `ext_len`, `clamp_len` and `same_length`.
-        segment_length, batch_size, memory, …: as in `evaluate_language_model`.
+    Raises:
+        ValueError: a size is out of range.
     """
 
     segment_length: int
-    lengths: MemoryLengths = MemoryLengths()
+    memory_length: int | None = None
     batch_size: int = 1
     warm_up: int = 0
+    ext_len: int | None = None
+    clamp_len: int | None = None
+    same_length: bool | None = None
     document_end: int | Sequence[int] | np.ndarray | None = None
     accelerator: Any = None
     progress: bool = False
     memory: Mapping[str, Any] | None = None
 
+    def __post_init__(self):
+        check_sizes(segment_length=self.segment_length, batch_size=self.batch_size)
+        check_sizes(least=0, warm_up=self.warm_up)
+
     def of(self, config: TransfoXLConfig) -> "Reading":
         """The same reading with the configuration's lengths in place of None.
 
         Raises:
-            ValueError: a length is out of range, or the model's positions allow no memory or no documents.
+            ValueError: a length is out of range, or the model's positions allow no memory, no documents or no segments
+                of this length.
         """
         filled = self.lengths.of(config)
+        given = f"segment_length={self.segment_length} with ext_len={filled.ext_len}"
+        config.positions.check_segment(self.segment_length + filled.ext_len, config, given)
         if self.document_end is not None:
             config.check_documents("document_end and the text", filled.mem_len)
-        lengths = MemoryLengths(filled.mem_len, filled.ext_len, filled.clamp_len, filled.same_length)
-        return replace(self, lengths=lengths)
+        lengths = {name: getattr(filled, name) for name in ("ext_len", "clamp_len", "same_length")}
+        return replace(self, memory_length=filled.mem_len, **lengths)
+
+    @property
+    def lengths(self) -> MemoryLengths:
+        """The lengths as an argument of a call of the model."""
+        return MemoryLengths(self.memory_length, self.ext_len, self.clamp_len, self.same_length)
 
     def settings(self) -> dict[str, Any]:
         """The values of `LENGTHS`, by name."""
-        return dict(zip(LENGTHS, (self.segment_length, *astuple(self.lengths), self.batch_size), strict=True))
+        return {name: getattr(self, name) for name in LENGTHS}
 
 
 class Segment(NamedTuple):
@@ -99,12 +112,11 @@ class Text:
     """The streams of a text, which of them this process reads, and which tokens are scored.
 
     Args:
-        token_ids: see `evaluate_language_model`.
-        reading: with all lengths, see `Reading.of`.
-        vocab_size: ids must be smaller, which is checked before the first pass, because the last segment of a long
-            text is hours away.
+        model, token_ids: see `evaluate_language_model`. All ids are checked before the first pass, because the last
+            segment of a long text is hours away.
 
     Attributes:
+        reading: with the model's lengths in place of None.
         share: the streams that this process reads.
         length: labels of the longest stream.
         unscored: tokens at the start of a stream that are not scored.
@@ -114,10 +126,13 @@ class Text:
         ValueError: see `evaluate_language_model`.
     """
 
-    def __init__(self, token_ids, reading: Reading, vocab_size: int):
+    def __init__(self, model: TransfoXLForCausalLM, token_ids, reading: Reading):
+        if isinstance(model, DataParallel | DistributedDataParallel):
+            raise ValueError(
+                f"the model is wrapped in {type(model).__name__}: give model.module, as accelerator.unwrap_model does"
+            )
+        reading, vocab_size = reading.of(model.config), model.config.vocab_size
         batch_size, warm_up, accelerator = reading.batch_size, reading.warm_up, reading.accelerator
-        check_sizes(segment_length=reading.segment_length, batch_size=batch_size)
-        check_sizes(least=0, warm_up=warm_up)
         token_ids = open_tokens(token_ids)
         check_tokens(token_ids)
         if len(token_ids) < batch_size:
@@ -147,19 +162,21 @@ class Text:
 
     def segments(self, device: torch.device) -> Iterator[Segment]:
         """All passes; in each up to `ext_len` tokens are read again."""
-        segment_length, ext_len = self.reading.segment_length, self.reading.lengths.ext_len or 0
+        segment_length, ext_len = self.reading.segment_length, self.reading.ext_len or 0
         # A whole number of segments, so that no segment is cut by the end of a piece.
         at_once = max(1, TOKENS_MOVED // (len(self.share) * segment_length)) * segment_length
         for start in range(0, self.length, at_once):
             stop = min(start + at_once, self.length)
             first = max(0, start - ext_len)
-            tokens = torch.full((len(self.share), stop + 1 - first), -100)
-            rows = self._rows(first, stop + 1, partial(read_tokens, self.token_ids), tokens).to(device)
-            starts = None
-            if self.document_end is not None:
-                read_starts = partial(document_starts, self.token_ids, self.document_end)
-                starts = torch.zeros(len(self.share), stop - first, dtype=torch.bool)
-                starts = self._rows(first, stop, read_starts, starts).to(device)
+            rows = torch.full((len(self.share), stop + 1 - first), -100)
+            document_end = self.document_end
+            starts = None if document_end is None else torch.zeros_like(rows[:, :-1], dtype=torch.bool)
+            for i, stream in enumerate(self.share):
+                if part := stream[first : stop + 1]:
+                    rows[i, : len(part)] = read_tokens(self.token_ids, part.start, part.stop)
+                if starts is not None and document_end is not None and (part := stream[first:stop]):
+                    starts[i, : len(part)] = document_starts(self.token_ids, document_end, part.start, part.stop)
+            rows, starts = rows.to(device), None if starts is None else starts.to(device)
             for begin in range(start, stop, segment_length):
                 end = min(begin + segment_length, stop)
                 labels = targets = rows[:, begin + 1 - first : end + 1 - first]
@@ -191,29 +208,9 @@ class Text:
             start += len(scored)
         return result
 
-    def _rows(self, first: int, stop: int, read: Callable[[int, int], Tensor], rows: Tensor) -> Tensor:
-        """`rows` (B, stop - first), filled with what `read` returns of the tokens [first, stop) of each stream."""
-        for row, stream in zip(rows, self.share, strict=True):
-            if part := stream[first:stop]:
-                row[: len(part)] = read(part.start, part.stop)
-        return rows
-
     def _scored(self, streams: list[range], begin: int, end: int) -> int:
         """The number of scored targets in the columns [begin, end) of these streams."""
         return _labels(streams, max(begin, self.unscored - 1), end)
-
-
-def open_text(model: TransfoXLForCausalLM, token_ids, reading: Reading) -> Text:
-    """The `Text` of a reading, with the model's lengths in place of None.
-
-    Raises:
-        ValueError: the model is wrapped, or cannot read the text with these settings.
-    """
-    if isinstance(model, DataParallel | DistributedDataParallel):
-        raise ValueError(
-            f"the model is wrapped in {type(model).__name__}: give model.module, as accelerator.unwrap_model does"
-        )
-    return Text(token_ids, reading.of(model.config), model.config.vocab_size)
 
 
 class Reader:
@@ -244,15 +241,15 @@ class Reader:
         self.whole = isinstance(model, FSDPModule)
         reading = reading.of(model.config)
         self._lengths, self._accelerator = reading.lengths, reading.accelerator
-        self._projected = projected and reading.lengths.ext_len == 0
+        self._projected = projected and reading.ext_len == 0
         if not self._projected and CACHE_NAME in (reading.memory or {}):
             raise ValueError(
                 "memory has past_key_values, but dynamic evaluation and ext_len go on from hidden states: give mems"
             )
         # A copy, because calls write into a cache, and the caller's must not change.
-        memory = latest_states(dict(reading.memory or {}), self._lengths.mem_len or 0)
+        memory = latest_states(dict(reading.memory or {}), reading.memory_length or 0)
         self._memory: dict[str, Any] = copy.deepcopy(memory)
-        self.alike = SegmentsAlike(model.transformer, reading.lengths.mem_len or 0)
+        self.alike = SegmentsAlike(model.transformer, reading.memory_length or 0)
 
     def read(self, segment: Segment) -> Tensor:
         """(B, L, D), the states that enter the softmax and predict the targets of the segment."""

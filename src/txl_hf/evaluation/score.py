@@ -64,11 +64,9 @@ from ..data.loading import (
     load_language_model,
     load_tokenizer,
 )
-from ..data.streams import check_sizes
 from ..data.texts import TokenisedText, read_document_end, read_prepared, read_raw
 from ..files import whole_file, write_text
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
-from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .cards import RESULTS, origin, read_results
 from .continuous_cache import ContinuousCache
@@ -232,7 +230,6 @@ def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None
     for name, value in taken.items():
         setattr(options, name, {"memory_length": [value], "same_length": str(bool(value)).lower()}.get(name, value))
     options.batch_size = 1 if options.batch_size is None else options.batch_size
-    check_sizes(batch_size=options.batch_size)
     shown = [f"--{name} {taken[name]}" for name in taken if name not in ("same_length", *unread)] + shown
     if shown:
         print(f"as training scored it ({RESULTS}): {', '.join(shown)}", file=sys.stderr)
@@ -273,17 +270,15 @@ def readings(options: argparse.Namespace, config: TransfoXLConfig) -> list[tuple
     same_length = None if options.same_length is None else options.same_length == "true"
     segment_length = config.tgt_len if options.segment_length is None else options.segment_length
     memories = options.memory_length or ([] if options.sliding_window else [config.mem_len])
-    lengths = [MemoryLengths(length, options.ext_len, options.clamp_len, same_length) for length in memories]
-    found = [(MEMORY, Reading(segment_length, given, options.batch_size)) for given in lengths]
+    common = {"batch_size": options.batch_size, "clamp_len": options.clamp_len}
+    with_memory = Reading(segment_length, ext_len=options.ext_len, same_length=same_length, **common)
+    found = [(MEMORY, dataclasses.replace(with_memory, memory_length=length)) for length in memories]
     # A query sees the whole window; same_length would hide a part of it.
-    lengths = [MemoryLengths(0, window - 1, options.clamp_len, False) for window in options.sliding_window]
-    found += [(WINDOW, Reading(1, given, options.batch_size)) for given in lengths]
+    found += [
+        (WINDOW, Reading(1, 0, ext_len=window - 1, same_length=False, **common)) for window in options.sliding_window
+    ]
     for _, reading in found:
-        check_sizes(segment_length=reading.segment_length)
-        settings = {name: reading.settings()[name] for name in ("segment_length", "memory_length", "ext_len")}
-        shown = ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
-        tokens = reading.segment_length + reading.lengths.of(config).ext_len
-        config.positions.check_segment(tokens, config, shown)
+        reading.of(config)
     return found
 
 
@@ -405,12 +400,10 @@ def print_curves(found: dict[str, dict[str, Any]]):
 
 def plot(report: dict[str, Any], path: Path):
     """Perplexity by attention length, as the paper's Figure 4."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
     for protocol in report["curves"]:
         rows = [row for row in report["results"] if row["protocol"] == protocol and row["perplexity"] is not None]
         points = sorted((attention_length(row), row["perplexity"]) for row in rows)
@@ -423,7 +416,6 @@ def plot(report: dict[str, Any], path: Path):
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as aside:
         figure.savefig(aside, dpi=150)
-    plt.close(figure)
 
 
 # ---- the text ---------------------------------------------------------------------------------------------

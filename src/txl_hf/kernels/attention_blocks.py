@@ -42,11 +42,7 @@ def blockwise_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]
 
 
 def _attended(inputs: AttentionInputs, queries: slice) -> Tensor:
-    return eager_relative_attention(_block(inputs, queries))[0]
-
-
-def _block(inputs: AttentionInputs, queries: slice) -> AttentionInputs:
-    """The inputs of some queries and the keys that they may see; `inputs` have a row per distance, and a spare one."""
+    """The result of some queries with the keys that they may see; `inputs` have a row per distance and a spare one."""
     K, future = inputs.key.shape[2], inputs.future
     assert future is not None, "of both directions"
     before = K - inputs.query.shape[2]
@@ -56,7 +52,7 @@ def _block(inputs: AttentionInputs, queries: slice) -> AttentionInputs:
     # Row c belongs to distance K - c. Rows missing at the end belong to keys beyond `future`, which are hidden.
     distances = slice(K - stop + keys.start, K - start + keys.stop)
     hidden, bias, rel_key, rel_bias = inputs.hidden_keys(queries), inputs.score_bias, inputs.rel_key, inputs.rel_bias
-    return AttentionInputs(
+    block = AttentionInputs(
         inputs.query[:, :, queries],
         inputs.key[:, :, keys],
         inputs.value[:, :, keys],
@@ -70,6 +66,7 @@ def _block(inputs: AttentionInputs, queries: slice) -> AttentionInputs:
         future=min(distances.stop, K + future + 1) - distances.start - (keys.stop - keys.start) - 1,
         score_bias=None if bias is None else bias[:, :, queries, keys],
     )
+    return eager_relative_attention(block)[0]
 
 
 def _why_not_blocks(inputs: AttentionInputs) -> str | None:

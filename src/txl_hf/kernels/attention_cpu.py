@@ -39,14 +39,13 @@ MANY = {torch.float32: 1 << 20, torch.bfloat16: 1 << 16}
 
 
 def tiled_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
-    """Relative attention on CPU, tile by tile, because the scores of a tile fit the processor's cache.
+    """softmax(content_query·key + shifted (position_query·rel_key + rel_bias) + hidden)·value, tile by tile, with the
+    queries q + u and q + v scaled; `rel_bias` gets no gradient.
 
-    Raises:
-        ValueError: there is no rel_key.
+    Differentiable once: with `create_graph=True` the backward pass raises a RuntimeError.
     """
-    query, rel_key = inputs.query, inputs.rel_key
-    if rel_key is None:
-        raise ValueError("tiles are for relative positions, and there is no rel_key")
+    query, key, rel_key, rel_bias = inputs.query, inputs.key, inputs.rel_key, inputs.rel_bias
+    assert rel_key is not None, "`_why_not_tiles` refuses other positions"
     found = inputs.hidden_keys()
     if found is None:
         hidden = query.new_zeros(1, query.shape[2], 1)
@@ -54,9 +53,16 @@ def tiled_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
         hidden = query.new_zeros(found[:, 0].shape).masked_fill_(found[:, 0], -torch.inf)
     content_query = _scaled(query, inputs.content_bias, inputs.scaling)
     position_query = _scaled(query, inputs.position_bias, inputs.scaling)
-    states = (inputs.key, inputs.value, rel_key)
-    rel_bias = None if inputs.rel_bias is None else inputs.rel_bias.to(query.dtype) * inputs.scaling
-    return attend_tile_by_tile(content_query, position_query, *states, hidden, inputs.dropout, rel_bias), None
+    states = (content_query, position_query, key, inputs.value)
+    trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*states, rel_key))
+    K, L = key.shape[2], query.shape[2]
+    # L - 1 rows more than given, because the shift moves a row by up to L - 1 places.
+    n = K if trained else min(K, rel_key.shape[1] + L - 1)
+    rel_key = first_repeated(rel_key, n)
+    if rel_bias is not None:
+        rel_bias = first_repeated(rel_bias.to(query.dtype) * inputs.scaling, n)
+    attend = _TileByTile.apply if trained else _attend
+    return attend(*states, rel_key, rel_bias, hidden, inputs.dropout), None
 
 
 def _scaled(query: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
@@ -110,39 +116,6 @@ def _is_long_row(inputs: AttentionInputs) -> bool:
     return many and not is_by_intel()
 
 
-def attend_tile_by_tile(
-    content_query: Tensor,
-    position_query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rel_key: Tensor,
-    hidden: Tensor,
-    dropout: float,
-    rel_bias: Tensor | None = None,
-) -> Tensor:
-    """softmax(content_query·key + shifted (position_query·rel_key + rel_bias) + hidden)·value.
-
-    Args:
-        content_query, position_query: (B, H, L, Dh), q + u and q + v, scaled.
-        key, value: (B, H, K, Dh).
-        rel_key: (H, n, Dh), n ≤ K, W_R R with the furthest distance first, whose row all further distances share.
-        hidden: (B or 1, L, n), n ≤ K: minus infinity where a query does not see one of the last n keys, else 0.
-        dropout: probability of dropping an attention probability.
-        rel_bias: (H, n), scaled, rows as in `rel_key`; it gets no gradient.
-
-    Returns:
-        (B, H, L, Dh). Differentiable once: with `create_graph=True` the backward pass raises a RuntimeError.
-    """
-    inputs = (content_query, position_query, key, value)
-    K, L = key.shape[2], content_query.shape[2]
-    trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, rel_key))
-    # L - 1 rows more than given, because the shift moves a row by up to L - 1 places.
-    n = K if trained else min(K, rel_key.shape[1] + L - 1)
-    rel_key, rel_bias = first_repeated(rel_key, n), None if rel_bias is None else first_repeated(rel_bias, n)
-    attend = _TileByTile.apply if trained else _attend
-    return attend(*inputs, rel_key, rel_bias, hidden, dropout)
-
-
 class _Tile(NamedTuple):
     """Some queries of some heads of batch row `b`, and the number of keys, from the oldest, up to the last query."""
 
@@ -172,9 +145,13 @@ def _tiles(B: int, H: int, L: int, K: int, single: bool) -> Iterator[_Tile]:
 def _attend(
     content_query, position_query, key, value, rel_key, rel_bias, hidden, dropout, saved: list | None = None
 ) -> Tensor:
-    """The result of `attend_tile_by_tile`; `saved` receives each tile's probabilities and the mask of its dropout.
+    """The attended values, (B, H, L, Dh); `saved` receives each tile's probabilities and the mask of its dropout.
 
-    With fewer rows of `rel_key` than keys, the first L rows are equal.
+    Args:
+        content_query, position_query: (B, H, L, Dh), q + u and q + v, scaled. key, value: (B, H, K, Dh).
+        rel_key, rel_bias: (H, n, Dh) and (H, n) or None, scaled, n ≤ K, the furthest distance first; if n < K, the
+            first L rows are equal.
+        hidden: (B or 1, L, k), k ≤ K: minus infinity where a query does not see one of the last k keys, else 0.
     """
     (B, H, L, Dh), K, n = content_query.shape, key.shape[2], rel_key.shape[1]
     # In the layout that the output projection reads.

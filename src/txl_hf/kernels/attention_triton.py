@@ -164,30 +164,16 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
         shape = (*query.shape[:3], inputs.key.shape[2])
         kept = dropout_bits_op(seed, first_key, shape, inputs.window, inputs.future, inputs.dropout)
     width = query.shape[-1]
-
-    def widened(tensor: Tensor | None) -> Tensor | None:
-        """Rows padded to a multiple of 16 numbers, because unaligned ones (41, 38) are read two bytes at a time."""
-        return tensor if tensor is None or width % 16 == 0 else F.pad(tensor, (0, -width % 16))
-
-    output, _ = relative_attention_op(
-        widened(query.to(inner_dtype)),
-        widened(inputs.key.to(inner_dtype)),
-        widened(inputs.value.to(inner_dtype)),
-        None if rel_key is None else widened(rel_key.to(inner_dtype)),
-        widened(inputs.content_bias),
-        None if rel_key is None else widened(inputs.position_bias),
-        None if rel_key is None else inputs.rel_bias,
-        inputs.key_mask,
-        first_key,
-        kept,
-        seen,
-        blind,
-        inputs.window,
-        inputs.future,
-        inputs.scaling,
-        inputs.dropout,
-        inputs.order,
-    )
+    rows = [
+        None if tensor is None else tensor.to(inner_dtype) for tensor in (query, inputs.key, inputs.value, rel_key)
+    ]
+    rows += [inputs.content_bias, None if rel_key is None else inputs.position_bias]
+    if width % 16 > 0:
+        # Padded to a multiple of 16 numbers, because unaligned rows (41, 38) are read two bytes at a time.
+        rows = [None if tensor is None else F.pad(tensor, (0, -width % 16)) for tensor in rows]
+    masks = (None if rel_key is None else inputs.rel_bias, inputs.key_mask, first_key, kept, seen, blind)
+    constants = (inputs.window, inputs.future, inputs.scaling, inputs.dropout, inputs.order)
+    output, _ = relative_attention_op(*rows, *masks, *constants)
     return output[..., :width].to(dtype), None
 
 

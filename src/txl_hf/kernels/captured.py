@@ -7,9 +7,8 @@ captured graph launches them together.
 Letters: B batch, L segment, M the memory's length, K = M + L keys, D = `d_model`, H heads, Dh head width.
 """
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -158,13 +157,8 @@ class SegmentsAlike:
     def _capture(self, ids: Tensor, cache: MemoryCache, launch: Callable[[Tensor], Tensor]) -> None:
         state = decoding_state_of(cache)
         projected = dict(state.rel_keys)
-        try:
-            with without_cached_casts():
-                run = RECORDERS[ids.device.type](lambda: launch(ids), ids.device)
-        except Exception as error:
-            # Any error, because CUDA, its driver and PyTorch raise several types.
-            self._given_up = True
-            logger.warning_once(f"segments are launched one by one, as no graph of them was captured: {error}")
+        run = capture(lambda: launch(ids), ids.device, "segments are launched one by one")
+        self._given_up = run is None
         if any(state.rel_keys[layer] is not projected.get(layer) for layer in state.rel_keys):
             # Weights were changed meanwhile: `rel_keys` were projected within the capture, which computes nothing.
             self._given_up, state.distances, state.rel_keys = True, None, {}
@@ -173,14 +167,20 @@ class SegmentsAlike:
             self._ids, self._run, self._held = ids, run, (cache, projected, state.distances)
 
 
-@contextlib.contextmanager
-def without_cached_casts() -> Iterator[None]:
-    """Turn autocast's cache off during a capture, so that the graph casts the weights itself, because other threads
-    share and clear the cached casts."""
+def capture(step: Step, device: torch.device, instead: str) -> Step | None:
+    """The graph of a step; None, after a warning that says what is done `instead`, where none can be captured.
+
+    Autocast's cache is off meanwhile, so that the graph casts the weights itself, because other threads share and
+    clear the cached casts.
+    """
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        yield
+        return RECORDERS[device.type](step, device)
+    except Exception as error:
+        # Any error, because CUDA, its driver and PyTorch raise several types.
+        logger.warning_once(f"{instead}, as no graph of them was captured: {error}")
+        return None
     finally:
         torch.set_autocast_cache_enabled(cached)
 

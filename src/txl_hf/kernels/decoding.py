@@ -30,7 +30,7 @@ from transformers.utils import logging
 from ..transfo_xl.attention_transfo_xl import OPERATORS
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache, StaticMemoryCache, decoding_state_of, is_filled
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-from .captured import RECORDERS, Step, why_not_captured, without_cached_casts
+from .captured import RECORDERS, Step, capture, why_not_captured
 
 logger = logging.get_logger(__name__)
 
@@ -194,22 +194,12 @@ class Texts:
         every, first = 1 if streamer is not None else LOOK_EVERY, self._written
         while self._written < self._length and not ((self._written - first) % every == 0 and self.has_ended()):
             if self._written - first == TOKENS_BEFORE:
-                run = self._capture()
+                run = capture(self.step, self.ids.device, "tokens are launched kernel by kernel") or self.step
             self.draw()
             run()
             self._written += 1
             if streamer is not None:
                 streamer.put(self.token[:, 0].cpu())
-
-    def _capture(self) -> Step:
-        device = self.ids.device
-        try:
-            with without_cached_casts():
-                return RECORDERS[device.type](self.step, device)
-        except Exception as error:
-            # Any error, because CUDA, its driver and PyTorch raise several types.
-            logger.warning_once(f"tokens are launched kernel by kernel, as no graph of them was captured: {error}")
-            return self.step
 
     def has_ended(self) -> bool:
         """Whether all texts have ended, for which the host waits for the device. Raises a RuntimeError if `broken`."""

@@ -7,12 +7,8 @@ which PyTorch contains too, is faster, for one row as for a thousand: by a third
 start. On Intel's CPUs MKL is as fast, and reorders no matrix first. In bf16 PyTorch uses oneDNN itself, except that a
 single row has a faster form here.
 
-Layers are plain `nn.Linear`, as quantisation, adapters and offloading expect them; `linear`, which the model calls,
-uses the faster product where a layer is unmodified.
-
 PyTorch's dropout on CPU draws a random number for each element, one after the other, which can take a fifth of a
-training step; this one takes a third of that. Dropout after a ReLU saves its result alone, which the next layer saves
-anyway."""
+training step; this one takes a third of that."""
 
 import functools
 import math
@@ -86,16 +82,19 @@ def reads_columns_sooner(row: Tensor) -> bool:
 
 
 def _onednn_takes(*tensors: Tensor) -> bool:
-    """Whether oneDNN computes a product of these: plain fp32 tensors, not empty, on a CPU where it is faster.
+    """Whether oneDNN computes a product of these fp32 tensors: see `_may_take`, on a CPU where it is faster."""
+    # Under torch.compile `is_plain` is False, so that a graph never traces the later checks.
+    return is_plain(*tensors) and _onednn_is_faster() and _may_take(torch.float32, *tensors)
+
+
+def _may_take(dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Whether oneDNN may compute with these: on a CPU, of this type and not empty, outside autocast.
 
     `torch.backends.mkldnn.flags(enabled=False)` turns oneDNN off.
     """
-    # Under torch.compile `is_plain` is False, so that a graph never traces the later checks.
-    if not is_plain(*tensors) or not _onednn_is_faster():
-        return False
     if not torch.backends.mkldnn.enabled or torch.is_autocast_enabled("cpu"):
         return False
-    return all(tensor.is_cpu and tensor.dtype == torch.float32 and tensor.numel() > 0 for tensor in tensors)
+    return all(tensor.is_cpu and tensor.dtype == dtype and tensor.numel() > 0 for tensor in tensors)
 
 
 def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -117,9 +116,7 @@ def _onednn_takes_row(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
     tensors = (a, b) if bias is None else (a, b, bias)
     if not is_plain(*tensors) or not (_has_onednn() and is_by_intel() and torch.cpu._is_amx_tile_supported()):
         return False
-    if not torch.backends.mkldnn.enabled or torch.is_autocast_enabled("cpu"):
-        return False
-    if not all(tensor.is_cpu and tensor.dtype == torch.bfloat16 and tensor.numel() > 0 for tensor in tensors):
+    if not _may_take(torch.bfloat16, *tensors):
         return False
     fits = b.dim() == 2 and a.shape[-1:] == b.shape[1:] and (bias is None or bias.shape == b.shape[:1])
     return fits and a.numel() == a.shape[-1]
@@ -225,9 +222,9 @@ def rounded(states: Tensor) -> tuple[Tensor, Tensor]:
     One cast, because under autocast each product would cast the states again, and widen its gradient before the sum.
     """
     dtype = working_dtype(states)
-    if dtype == states.dtype or not takes_part_plainly(states):
-        return states, states.to(dtype)
-    return _Rounded.apply(states, dtype)
+    if dtype != states.dtype and torch.is_grad_enabled() and states.requires_grad and is_plain(states):
+        return _Rounded.apply(states, dtype)
+    return states, states.to(dtype)
 
 
 class _Rounded(torch.autograd.Function):
@@ -303,11 +300,6 @@ def _linear_of_several(states: Tensor, layers: Sequence[nn.Module], are_bare: bo
         if torch.compiler.is_compiling() or is_plain(states, *weights):
             return list(product(states, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1))
     return [linear(layer, states) for layer in layers]
-
-
-def takes_part_plainly(states: Tensor, *others: Tensor) -> bool:
-    """Whether these states need a gradient in reverse mode, and all tensors are plain: see `is_plain`."""
-    return torch.is_grad_enabled() and states.requires_grad and is_plain(states, *others)
 
 
 def is_plain(*tensors: Tensor) -> bool:
@@ -398,17 +390,8 @@ def _multiplies_batches(rows: Tensor) -> bool:
 
 def is_wrapped(layer: nn.Module) -> bool:
     """Whether other code changes a layer: the layer has hooks, or a forward of its own."""
-    return bool(
-        "forward" in vars(layer)
-        or layer._forward_hooks
-        or layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-        or all_modules._global_forward_hooks
-        or all_modules._global_forward_pre_hooks
-        or all_modules._global_backward_hooks
-        or all_modules._global_backward_pre_hooks
-    )
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return bool("forward" in vars(layer) or hooks or all_modules._has_any_global_hook())
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

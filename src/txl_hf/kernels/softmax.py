@@ -103,35 +103,23 @@ def nll(softmax: AdaptiveLogSoftmax, hidden_states: Tensor, targets: Tensor, by_
     losses = []
     # Also bins without any token, so that their parameters get a gradient (zero) on every process.
     for layer, share in zip(softmax.out_layers, shares, strict=True):
-        # The range of table rows of each bin.
-        starts_of_tables = [softmax.bins[i][0] if len(softmax.out_layers) > 1 else 0 for i in share]
-        ranges = [n - first for i, first in zip(share, starts_of_tables, strict=True) for n in softmax.bins[i][:2]]
         starts = [softmax.bins[i][0] for i in share]
+        # The range of table rows of each bin; a table of one bin begins with it.
+        origin = starts[0] if len(softmax.out_layers) > 1 else 0
+        ranges = [n - origin for i in share for n in softmax.bins[i][:2]]
         states = [projected[i] for i in share]
         of_head = (softmax.head_targets(targets), clusters) if 0 in share else (None, None)
-        places = (by_bin, share, ranges, starts, softmax.config.vocab_size)
+        places = (by_bin.order, by_bin.ends, share, ranges, starts, softmax.config.vocab_size)
         losses.append(layer(_bin_losses, states, targets, *of_head, *places))
     return reduce(torch.add, losses)
 
 
-def _bin_losses(
-    weight: Tensor,
-    bias: Tensor,
-    hidden_states: list[Tensor],
-    targets: Tensor,
-    head_targets: Tensor | None,
-    clusters: Tensor | None,
-    by_bin: TargetsByBin,
-    bins: list[int],
-    ranges: list[int],
-    starts: list[int],
-    vocab_size: int,
-) -> Tensor:
-    """Summands of the targets' losses from the bins of a table: (N,) fp32. See `losses_of_bins`."""
+def _bin_losses(weight: Tensor, bias: Tensor, *inputs: Any) -> Tensor:
+    """Summands of the targets' losses from the bins of a table, (N,) fp32: `losses_of_bins` of the table and `inputs`,
+    as a function that a layer of the softmax calls with its table."""
     # Nothing is kept in a graph, because the number of kept logits depends on the data.
     keeps = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not weight.is_meta
-    tensors = (weight, bias, hidden_states, targets, head_targets, clusters, by_bin.order, by_bin.ends)
-    return losses_of_bins(*tensors, bins, ranges, starts, vocab_size, keeps)[0]
+    return losses_of_bins(weight, bias, *inputs, keeps)[0]
 
 
 class _Task(NamedTuple):
@@ -380,9 +368,8 @@ def losses_of_bins(*inputs):
     """Cross-entropies of several bins of one table, without their logits.
 
     Blocks of columns (tokens of the vocabulary) are computed one after the other, so that the table is read, and its
-    gradient written, once. The backward pass computes a block again, unless its logits were kept. One operator
-    computes all bins of a table, because a slice for each bin would sum gradients as large as the table. For
-    torch.compile it is one operation, whose results have the same shapes for any number of tokens in a bin.
+    gradient written, once. One operator computes all bins of a table, because a slice for each bin would sum gradients
+    as large as the table.
 
     Args:
         weight, bias: the table, (n, d) and (n,).
