@@ -3,9 +3,9 @@
     python examples/paper/miniature.py      # fetch WikiText-103 from the Hub if no other text is there
 
 The text is that of the first folder with `train.txt.xz`, `valid.txt.xz` and `test.txt.xz`, a paragraph a line: the one
-that the environment variable TXL_WIKIPEDIA names, `../shared/data/wikipedia-long` beside the clone, or
-`build/paper/wikitext-103`, which this script fills. Without one it is the source of Python's standard library. Results
-of another text than wikipedia-long go to `build/paper/results`, not beside the committed ones.
+that the environment variable TXL_WIKIPEDIA names, or `build/paper/wikitext-103`, which this script fills. Without one
+it is the source of Python's standard library. Results of another text than wikipedia-long go to `build/paper/results`,
+not beside the committed ones.
 """
 
 import itertools
@@ -167,8 +167,7 @@ def find_articles() -> Path | None:
         if not Path(named, FILES[0]).is_file():
             raise FileNotFoundError(f"TXL_WIKIPEDIA={named} is no folder with {', '.join(FILES)}")
         return Path(named)
-    beside = ROOT.parent / "shared" / "data" / COMMITTED_TEXT
-    return next((folder for folder in (beside, FETCHED) if (folder / FILES[0]).is_file()), None)
+    return FETCHED if (FETCHED / FILES[0]).is_file() else None
 
 
 def results_folder() -> Path:
