@@ -865,3 +865,12 @@ def test_a_static_cache_begins_from_mems_wherever_they_are(make_model, make_ids)
     model, ids = model.to("meta"), make_ids(2, 5).to("meta")
     for mask in (None, output.mems_mask, torch.ones(2, 4, dtype=torch.bool)):
         model(ids, mems=output.mems, mems_mask=mask, past_key_values=StaticMemoryCache(model.config), use_cache=True)
+
+
+def test_a_mask_is_taken_where_the_forward_is_wrapped(make_model, make_ids, monkeypatch):
+    """By a function of any arguments, whose signature tells `generate` of none."""
+    model, ids = make_model(), make_ids(1, 5)
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
+    expected, forward = model.generate(ids, **given), model.forward
+    monkeypatch.setattr(model, "forward", lambda *args, **kwargs: forward(*args, **kwargs))
+    assert torch.equal(model.generate(ids, **given), expected)
