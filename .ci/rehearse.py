@@ -25,7 +25,7 @@ from huggingface_hub import (
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
-from hub_published import hub_with, write_published  # noqa: E402 -- of the tests.
+from hub_published import hub_with, write_published  # noqa: E402 -- found on the path that the line above extends.
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHORTER = {"txl-train": "--max_steps 2 --n_layer 1 --eval_batch_size 2", "txl-generate": "--max_new_tokens 20"}

@@ -3,6 +3,7 @@
 import argparse
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 from txl_hf import commands
-from txl_hf.command_line import CommandParser, check_files, hub_or_folder, one_line_errors
+from txl_hf.command_line import CommandParser, check_files, hub_or_folder, interrupted_by_signals, one_line_errors
 from txl_hf.files import disk_errors
 from txl_hf.training.command import check_folders
 from txl_hf.training.recipe import parse_arguments
@@ -161,3 +162,12 @@ def test_an_address_where_nothing_can_listen_is_said_before_a_model_is_looked_fo
         port = taken.getsockname()[1]
         commands.serve(["no-such-model", "--host", host, "--port", str(port)])
     assert end.value.code.startswith(said.format(port=port))
+
+
+def test_commands_begin_where_a_system_has_no_signal_of_a_lost_terminal(monkeypatch):
+    """As Windows."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.delattr(signal, "SIGHUP")
+    with interrupted_by_signals():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before

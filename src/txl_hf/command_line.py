@@ -68,9 +68,10 @@ def _plain(option: str) -> str:
 def interrupted_by_signals() -> Iterator[None]:
     """A context in which SIGTERM (batch systems) and SIGHUP (a lost terminal) end the command as Ctrl-C does."""
     handlers = {}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # nohup ignores SIGHUP, and only the main thread may set a handler.
-        if signal.getsignal(number) is not signal.SIG_IGN:
+    for name in ("SIGTERM", "SIGHUP"):
+        # Windows has no SIGHUP, nohup ignores it, and only the main thread may set a handler.
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
             with contextlib.suppress(ValueError):
                 handlers[number] = signal.signal(number, signal.default_int_handler)
     try:

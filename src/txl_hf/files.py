@@ -143,7 +143,9 @@ def sync(path: Path) -> None:
 
 
 def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open folders.
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

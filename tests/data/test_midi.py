@@ -522,7 +522,7 @@ def test_a_time_signature_that_the_tokenizer_lacks_is_told(tmp_path, capsys):
         (["--input", "two"], "2 piece(s), copies and transpositions aside, are too few"),
         (["--input", "two/a.mid"], "is one file: give a folder of MIDI files"),
         (["--input", "half"], "no file for validation and test (by their names, train: train/a.mid)"),
-        (["--input", "two", "--tokenizer", "empty"], "empty has no tokenizer of MidiTok"),
+        (["--input", "two", "--tokenizer", "empty"], "--tokenizer empty has no tokenizer of MidiTok"),
         (["--input", "two", "--tokenizer", "strange"], "names the tokenization 'MusicTokenizer2'"),
         (["--input", "two", "--tokenizer", "tracks"], "the tokenizer makes a sequence of each track"),
         (["--input", "two", "--tokenizer", "bare"], "must have the special tokens BOS and EOS"),

@@ -15,6 +15,7 @@ import zipfile
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
@@ -315,10 +316,24 @@ def test_no_name_is_taken_for_a_pattern(tmp_path, name):
         assert len(tokens["train"]) == 36 * 4
 
 
-def test_an_output_with_brackets_in_its_name_is_read_again(tmp_path):
+def test_a_folder_whose_name_is_a_pattern_to_datasets_is_explained(tmp_path):
+    folder = tmp_path / "a text [v2]"
+    folder.mkdir()
+    for split in SPLITS:
+        (folder / f"{split}.jsonl").write_text('{"text": "a b c"}')
+    options = ["--corpus", "text", "--dataset", str(folder), "--output", str(tmp_path / "output")]
+    with pytest.raises(SystemExit, match="takes brackets, asterisks and question marks in a folder's name for pat"):
+        prepare_corpus.main(options)
+
+
+def test_an_output_that_could_not_be_read_again_is_refused(tmp_path):
+    folder = write(tmp_path / "input", "{}.txt")
+    with pytest.raises(SystemExit, match="chain of file systems"):
+        prepare_corpus.main(["--corpus", "text", "--input", str(folder), "--output", str(tmp_path / "a::b" / "c")])
+    assert not (tmp_path / "a::b").exists()
     brackets = tmp_path / "data [2]"
     brackets.mkdir()
-    load(prepare(brackets, "text", "--input", write(tmp_path / "input", "{}.txt")))
+    load(prepare(brackets, "text", "--input", folder))
 
 
 WITHOUT = """
@@ -348,10 +363,10 @@ def test_a_log_has_no_progress_bars(tmp_path):
     assert (run.returncode, run.stderr) == (0, "") and "holds text with a vocabulary of" in run.stdout
 
 
-def test_a_program_that_prepares_keeps_its_handlers(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
+def test_a_program_that_prepares_keeps_its_bars_and_handlers(tmp_path):
+    before = datasets.are_progress_bars_disabled(), signal.getsignal(signal.SIGTERM)
     prepare(tmp_path, "text", "--input", write(tmp_path / "input", "{}.txt"))
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert (datasets.are_progress_bars_disabled(), signal.getsignal(signal.SIGTERM)) == before
 
 
 def test_hyphens_stand_for_underscores(tmp_path):
@@ -935,7 +950,7 @@ def test_packed_texts_are_unpacked(tmp_path, end):
 
 def test_tokenizer_and_data_set_that_are_not_there(tmp_path):
     folder = write(tmp_path / "input", "ptb.{}.txt")
-    with pytest.raises(SystemExit, match="the tokenizer of .*cannot be read"):
+    with pytest.raises(SystemExit, match="--tokenizer: the tokenizer of .*cannot be read"):
         prepare(tmp_path, "ptb", "--input", folder, "--tokenizer", folder)
     with pytest.raises(SystemExit, match="--tokenizer .*nowhere does not exist"):
         prepare(tmp_path, "ptb", "--input", folder, "--tokenizer", tmp_path / "nowhere")

@@ -273,10 +273,12 @@ def unpacked(path: Path, scratch: Path) -> Path:
         raise ValueError(f"{path} does not exist")
     if not path.name.lower().endswith(ARCHIVES):
         return path
-    folder = scratch / "unpacked"
+    folder, is_zip = scratch / "unpacked", path.suffix.lower() == ".zip"
+    if not (is_zip or hasattr(tarfile, "data_filter")):
+        raise ValueError(f"Python before 3.11.4 unpacks no {path.suffix} safely: unpack {path} and give the folder")
     with unpacking(path):
         # Neither unpacker writes outside of the folder; tarfile's filter refuses links and devices that would.
-        if path.suffix.lower() == ".zip":
+        if is_zip:
             shutil.unpack_archive(path, folder, "zip")
         else:
             with tarfile.open(path) as archive:
@@ -395,7 +397,12 @@ def load_rows(name: str, config: str | None) -> dict[str, "Dataset"]:
             return datasets.load_dataset(kind, data_files=glob.escape(name), **options)
         return datasets.load_dataset(name, config)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        raise ValueError(f"the data set {name} does not load: {error}") from None
+        reason = ""
+        if file.is_dir() and glob.has_magic(name):
+            reason = (
+                "; datasets takes brackets, asterisks and question marks in a folder's name for patterns: rename it"
+            )
+        raise ValueError(f"the data set {name} does not load: {error}{reason}") from None
 
 
 def choose_splits(name: str, found: list[str], convention: Convention) -> dict[str, str]:

@@ -65,6 +65,7 @@ The folder appears when it is complete, or not at all.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -129,15 +130,16 @@ def main(argv: list[str] | None = None) -> None:
     options = parse_arguments(argv)
     output: Path = options.output
     with one_line_errors(), interrupted_by_signals():
-        import datasets
-
-        if not sys.stderr.isatty():
-            # A log would get a line for each state of a bar.
-            datasets.disable_progress_bars()
         if os.path.lexists(output):
             raise ValueError(f"{output} exists: choose another folder with --output, or remove it")
+        if "::" in str(output.absolute()):
+            raise ValueError(f"{output}: datasets takes '::' for a chain of file systems: choose another --output")
         output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch, disk_errors(output):
+        with (
+            tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch,
+            disk_errors(output),
+            no_bars_in_logs(),
+        ):
             information = prepare(options, Path(scratch))
             written = Path(scratch) / "output"
             sync(written)
@@ -148,6 +150,21 @@ def main(argv: list[str] | None = None) -> None:
     size = information["vocab_size"]
     sizes = f"{size:,}" if isinstance(size, int) else " × ".join(map(str, size))
     print(f"{output} holds {information['corpus']} with a vocabulary of {sizes}.")
+
+
+@contextlib.contextmanager
+def no_bars_in_logs() -> Iterator[None]:
+    """Disable datasets' progress bars if standard error is no terminal: a log would get a line for each state."""
+    import datasets
+
+    silenced = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
+    if silenced:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if silenced:
+            datasets.enable_progress_bars()
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -305,7 +322,10 @@ def midi_tokenizer(options: argparse.Namespace) -> Any:
     if options.tokenizer is None:
         tokenizer = make_midi_tokenizer(options.tokens or "remi")
     else:
-        tokenizer = load_midi_tokenizer(options.tokenizer)
+        try:
+            tokenizer = load_midi_tokenizer(options.tokenizer)
+        except ValueError as error:
+            raise ValueError(f"--tokenizer {error}") from None
     if options.bpe is not None:
         if tokenizer.is_trained or tokenizer.is_multi_voc:
             raise ValueError(
@@ -381,7 +401,10 @@ def source_name(options: argparse.Namespace) -> str:
 def text_tokenizer(options: argparse.Namespace, convention: Convention) -> PreTrainedTokenizerBase:
     """The tokenizer of --tokenizer; an error or a warning where it does not read the corpus as published."""
     name = options.tokenizer
-    tokenizer = load_tokenizer(name)
+    try:
+        tokenizer = load_tokenizer(name)
+    except ValueError as error:
+        raise ValueError(f"--tokenizer: {error}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"--tokenizer {name} is of MidiTok and reads no text: use it with --corpus {MIDI}")
     if convention.stream and not reads_streams(tokenizer):
