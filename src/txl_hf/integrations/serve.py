@@ -34,6 +34,8 @@ from ..data.memory_files import load_memory
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
+# Names of a language model in configurations, those of old checkpoints too.
+LANGUAGE_MODELS = {"TransfoXLForCausalLM", "TransfoXLLMHeadModel"}
 # Connections beyond these are answered 503.
 CONNECTIONS = 64
 
@@ -92,7 +94,9 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
 
     from .serve_app import build_app
 
-    load_config(options.model, "model")
+    config = load_config(options.model, "model")
+    if (known := config.architectures) and not LANGUAGE_MODELS.intersection(known):
+        raise ValueError(f"model {options.model} is a {known[0]}, and no language model, which alone writes")
     device = find_device(options.device)
     model = load_language_model(options.model, dtype=options.dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
