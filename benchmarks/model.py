@@ -685,7 +685,7 @@ class Train:
 
     def __init__(self, contender: str, model, ids, workload: Workload):
         self.contender, self.model, self.ids, self.segment = contender, model, ids, workload.segment
-        self.optimizer = make_optimizer(workload.optimizer, model)
+        self.optimizer = make_optimizer(workload.optimizer, model, "compile" in contender)
         self.count = 0
         self._begin()
 
@@ -742,17 +742,17 @@ class Train:
         return loss.detach()
 
 
-def make_optimizer(name: str, model):
+def make_optimizer(name: str, model, compiled: bool):
     """The recipe's; AdamW where there is no pytorch_optimizer, as the row then says."""
     import torch
 
     if name == "LAMB":
+        from txl_hf.training.optimizers import make_lamb
+
         try:
-            from pytorch_optimizer import Lamb
+            return make_lamb([*model.parameters()], compiled, lr=2.5e-4, eps=1e-6)
         except ImportError:
             return torch.optim.AdamW(model.parameters(), lr=2.5e-4, fused=True)
-        # As in NVIDIA's: with debiasing, and this epsilon.
-        return Lamb(model.parameters(), lr=2.5e-4, eps=1e-6, adam_debias=True)
     return torch.optim.Adam(model.parameters(), lr=2.5e-4, fused=True)
 
 

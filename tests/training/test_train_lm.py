@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,6 +31,10 @@ from accelerate.utils import set_seed
 from datasets import Dataset, DatasetDict, load_from_disk
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import compile_fx, metrics
+from torch._inductor import config as inductor
+from torch._inductor.async_compile import AsyncCompile
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from host_reads import count_host_reads
@@ -481,16 +487,21 @@ def test_half_losses_read_again_as_much_as_the_checkpoints_segments_have(tmp_pat
 # --- optimisers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_lamb_is_that_of_nvidia(weight_decay):
+def test_lamb_is_that_of_nvidia(weight_decay, compiled, monkeypatch):
     """lamb.py's formula in fp64: no bias correction, the norm of the weights up to 10, a trust ratio in any case."""
     generator = torch.Generator().manual_seed(0)
     # Norms below 10, above it, and 0.
     parameters = [torch.nn.Parameter(scale * torch.randn(30, 5, generator=generator)) for scale in (0.1, 20.0, 0.0)]
     expected = [parameter.detach().double() for parameter in parameters]
     means, squares = ([torch.zeros(30, 5, dtype=torch.float64) for _ in parameters] for _ in range(2))
-    optimizer = make_lamb(parameters, lr=0.01, betas=(0.9, 0.999), eps=1e-6, weight_decay=weight_decay)
-    for _ in range(20):
+    graphs = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
+    optimizer = make_lamb(parameters, compiled, lr=0.01, betas=(0.9, 0.999), eps=1e-6, weight_decay=weight_decay)
+    for step in range(20):
+        # A schedule changes it at every step, for which nothing is compiled again.
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
         for i, parameter in enumerate(parameters):
             parameter.grad = torch.randn(30, 5, generator=generator)
             gradient = parameter.grad.double()
@@ -499,10 +510,41 @@ def test_lamb_is_that_of_nvidia(weight_decay):
             update = means[i] / (squares[i].sqrt() + 1e-6) + weight_decay * expected[i]
             norm = expected[i].norm().clamp(0, 10)
             ratio = norm / (update.norm() + 1e-6) if norm > 0 and update.norm() > 0 else 1.0
-            expected[i] = expected[i] - 0.01 * ratio * update
+            expected[i] = expected[i] - 0.01 / (1 + step) * ratio * update
         optimizer.step()
         for parameter, right in zip(parameters, expected, strict=True):
             assert float((parameter.detach() - right).norm() / right.norm()) < 1e-5
+    # The second graph is for the norms that the first step has stored.
+    assert graphs.frame_count == (2 if compiled else 0)
+
+
+@pytest.mark.parametrize(("weight_decay", "moved"), [(0.0, 44), (0.1, 48)])
+def test_a_compiled_update_of_lamb_moves_44_or_48_bytes_for_each_weight(monkeypatch, weight_decay, moved):
+    """Inductor counts them while it generates code, which is then neither built nor run."""
+    weights = [torch.nn.Parameter(torch.ones(400, 300)), torch.nn.Parameter(torch.ones(500))]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer = make_lamb(weights, compiled=True, lr=0.01, weight_decay=weight_decay)
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *args, **kwargs: lambda *arguments: None)
+    monkeypatch.setattr(compile_fx, "inductor_metrics_log", Mock())
+    torch._dynamo.reset()
+    metrics.reset()
+    with inductor.patch(fx_graph_cache=False):
+        optimizer.step()
+    assert metrics.num_bytes_accessed / sum(weight.numel() for weight in weights) == pytest.approx(moved, abs=0.1)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_trainer_compiles_lamb_with_the_layers(tmp_path, monkeypatch, told):
+    graphs = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(trainer, "compile_layers", lambda model: None)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
+    given = {"optimizer": "lamb", "compile_layers": told, "max_steps": 1, "save_strategy": "no", "report_to": "none"}
+    arguments = TransfoXLTrainingArguments(str(tmp_path), use_cpu=True, per_device_train_batch_size=4, **given)
+    text = TokenStream(torch.arange(100) % 50, segment_length=5, batch_size=4)
+    TransfoXLTrainer(TransfoXLForCausalLM(small_config()), arguments, train_dataset=text).train()
+    # A graph for each group: the tables of embeddings have their own.
+    assert graphs.frame_count == (2 if told else 0)
 
 
 def optimization(tmp_path, **changes) -> TransfoXLTrainingArguments:

@@ -40,7 +40,7 @@ class TransfoXLTrainingArguments(TrainingArguments):
         backprop_segments: the number k of segments that gradients flow back through, by the memory. Each item of the
             stream is read as k segments, one after the other, whose losses make one step; so make the stream with a
             `segment_length` k times as long.
-        compile_layers: compile each layer, one graph for all. None: on a GPU on which Triton runs.
+        compile_layers: compile each layer, one graph for all, and LAMB's update. None: on a GPU on which Triton runs.
         cuda_graphs: launch the kernels of a step as CUDA graphs. None: where steps are small and can be captured.
 
     Raises:

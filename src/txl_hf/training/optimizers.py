@@ -18,11 +18,14 @@ from .arguments import TransfoXLTrainingArguments
 AVERAGE_NAME = "average.pt"
 
 
-def make_optimizer(model: nn.Module, arguments: TransfoXLTrainingArguments) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, arguments: TransfoXLTrainingArguments, compiled: bool = False
+) -> torch.optim.Optimizer:
     """The optimizer that `arguments.optimizer` names, with a separate group for the tables of embeddings.
 
     Args:
         model: Transformer-XL with any head; parameters without `requires_grad` are left out.
+        compiled: whether LAMB's update is compiled; PyTorch's optimizers are fused in any case.
     """
     # A model that reads vectors has no tables. For mypy every attribute of an `nn.Module` is a tensor or a module.
     embedding = model.get_input_embeddings() if model.config.vocab_size else None  # type: ignore[operator,union-attr]
@@ -41,19 +44,25 @@ def make_optimizer(model: nn.Module, arguments: TransfoXLTrainingArguments) -> t
     if arguments.optimizer == "muon":
         return make_muon(model, groups, arguments)
     if arguments.optimizer == "lamb":
-        return make_lamb(groups, **settings)
+        return make_lamb(groups, compiled, **settings)
     kinds: dict[str | None, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     # `fused`: one pass over the weights in place of one for each operation.
     return kinds[arguments.optimizer](groups, fused=True, **settings)
 
 
-def make_lamb(groups: list, **settings) -> torch.optim.Optimizer:
+def make_lamb(groups: list, compiled: bool = False, **settings) -> torch.optim.Optimizer:
     """LAMB (You et al., 2019, https://arxiv.org/abs/1904.00962) as NVIDIA trained: the moments are not corrected for
     their bias, the norm of the weights counts up to 10, and the trust ratio applies without weight decay too.
+
+    Compiled, an update reads and writes 44 bytes for each weight, 48 with weight decay, in place of about 100.
     """
     from pytorch_optimizer import Lamb
 
-    return Lamb(groups, adam_debias=True, weight_decouple=False, **settings)
+    optimizer = Lamb(groups, adam_debias=True, weight_decouple=False, **settings)
+    if compiled:
+        # As `pytorch_optimizer.create_optimizer(compile=True)` does, which takes no groups.
+        optimizer._compile_foreach({"dynamic": False})
+    return optimizer
 
 
 def make_muon(

@@ -370,7 +370,7 @@ class TransfoXLTrainer(Trainer):
             if self.args.optimizer == "lamb" and self.is_fsdp_enabled:
                 # LAMB clamps a norm in place, which PyTorch does not support for a sharded weight.
                 raise ValueError("--optimizer lamb needs whole weights, which FSDP does not keep: use adam or muon")
-            self.optimizer = make_optimizer(self.model if model is None else model, self.args)
+            self.optimizer = make_optimizer(self.model if model is None else model, self.args, self._compiled)
         optimizer = super().create_optimizer(model)
         if made:
             self._asked = [
