@@ -177,6 +177,7 @@ SMALL_WORKLOADS = {
     "small-train": Workload("train", SMALL, 4, 32, 32),
     "small-train-autocast": Workload("train", SMALL, 4, 32, 32, autocast=True),
     "small-step": Workload("step", SMALL | {"cutoffs": [], "d_head": 24}, 4, 32, 32, True, "", LOCKED),
+    "small-step-compiled": Workload("step", SMALL | {"cutoffs": [], "d_head": 24}, 4, 32, 32, True, "layers", LOCKED),
     "small-softmax": Workload("softmax", SMALL, 4, 32, 0),
     "small-evaluate": Workload("evaluate", SMALL, 2, 16, 64),
     "small-decode": Workload("decode", SMALL, 1, 1, 64),
@@ -524,7 +525,8 @@ def layer_of(workload: Workload, backend: str, rows: int, **options) -> Callable
     segment = OpenSegment(
         *(MemoryLengths(), workload.segment, keys, Memory((), workload.memory, None, False, None, False)),
         *(None, None, None, None, None, None),
-        attention={"implementation": backend},
+        implementation=backend,
+        attention={},
     )
 
     def step():
