@@ -547,6 +547,8 @@ class Operators:
     nll: Callable[..., Tensor] | None = None
     # `generate` by a CUDA graph, see `GenerationMixin._sample`. None, or a result of None: by transformers' loop.
     decode: Callable[..., Tensor | None] | None = None
+    # (configuration, M) → the cache of `cache_implementation="static"`. None: transformers' own.
+    static_cache: Callable[..., Any] | None = None
 
     @staticmethod
     def dropout(module: nn.Module, states: Tensor) -> Tensor:

@@ -1,10 +1,8 @@
 """The memory as keys and values that layers have projected: caches of it for decoding, and their masks.
 
-Caches of any class of `transformers` work. A `DecodingState` on the cache has the other state of decoding. A
-`StaticMemoryCache` has tensors at fixed addresses, as a graph needs it: the newest key overwrites the oldest (`Ring`),
-and the scores of distances are rearranged to the order of the slots (`AttentionInputs.order`).
+Caches of any class of `transformers` work. A `DecodingState` on the cache has the other state of decoding.
 
-Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, S = M + 1 slots, H heads, Dh = `d_head`.
+Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys, H heads, Dh = `d_head`.
 """
 
 import inspect
@@ -17,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, GenerationMixin, StaticCache
-from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
+from transformers import Cache, DynamicCache, GenerationMixin
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .attention_transfo_xl import working_dtype
 from .configuration_transfo_xl import TransfoXLConfig
@@ -94,145 +92,6 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
         # `narrow`, because it takes a third of the time of an index, in each layer for each token.
         self.keys, self.values = (buffer.narrow(2, end - length, length) for buffer in self._buffers)
         self._end, self._room = end, room
-
-
-class Ring:
-    """The slot of the newest key, which the rings of all layers share.
-
-    Attributes:
-        slots: S.
-        is_turning: whether tokens are written one by one, into the slot `newest`, since the slots were in order.
-        newest: (1,) int, the slot of the newest key; after a call of several tokens the last slot, so that the slots
-            are in order of time.
-        turned: how many tokens have been written one by one. The count is on the device, because a GPU's graph would
-            be captured again for every value of a number on the host.
-    """
-
-    newest: Tensor
-    _place: Tensor
-    _skipped: Tensor
-    _before: Tensor
-
-    def __init__(self, slots: int):
-        self.slots = slots
-        self.is_turning = self._is_placed = False
-
-    def place(self, device: torch.device):
-        """Allocate the tensors on the device, once, because a graph reads fixed addresses."""
-        if self._is_placed:
-            return
-        self.newest = torch.full((1,), self.slots - 1, device=device)
-        # `_place` counts the steps of the ring, so that the newest key is in slot `_place` modulo `slots`; `_skipped`
-        # counts the steps that wrote no token. `_before` has the slot before each slot.
-        self._place, self._skipped = self.newest.clone(), self.newest.clone()
-        self._before = torch.arange(-1, self.slots - 1, device=device)
-        for tensor in (self.newest, self._place, self._skipped, self._before):
-            static_address(tensor)
-        self._is_placed = True
-
-    @property
-    def turned(self) -> int:
-        return int(self._place - self._skipped) if self._is_placed else 0
-
-    def turn(self) -> Tensor:
-        """Advance by a slot, for one token of all layers.
-
-        Returns:
-            (S,) int, the place in time of each slot's key once the token has been written: 0 is the oldest.
-        """
-        self.is_turning = True
-        torch.remainder(self._place.add_(1), self.slots, out=self.newest)
-        return (self._before - self.newest).remainder(self.slots)
-
-    def unroll(self, layers: Sequence["RingLayer"]):
-        """Sort the keys of all layers by time, the newest last; this call does not turn the ring."""
-        if not self.is_turning:
-            return
-        by_time = (self.newest + self._before + 2).remainder(self.slots)
-        for layer in layers:
-            for states in (layer.keys, layer.values):
-                states.copy_(states.index_select(2, by_time.to(states.device)))
-        rest = self.slots - 1 - self.newest
-        self._place.add_(rest)
-        self._skipped.add_(rest)
-        self.newest.fill_(self.slots - 1)
-        self.is_turning = False
-
-    def reset(self):
-        """Return to the state before any token was written one by one."""
-        self.is_turning = False
-        if self._is_placed:
-            for tensor in (self.newest, self._place, self._skipped):
-                tensor.fill_(self.slots - 1)
-
-
-class RingLayer(StaticLayer):
-    """The keys and values of a layer in the slots of a ring: (B, H, S, Dh) each.
-
-    Before `Ring.turn` the last M slots hold the memory, in order of time.
-
-    Attributes:
-        is_filled: whether anything has been written.
-        written_together: tokens written several at a time; `Ring` counts the others.
-    """
-
-    is_sliding = True
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, ring: Ring):
-        super().__init__(max_cache_len=ring.slots)
-        self.ring = ring
-        self.is_filled = False
-        self.written_together = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        self.ring.place(key_states.device)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write (B, H, L, Dh) keys and values; return all that a query may see.
-
-        After `Ring.turn`, with L = 1, these are the S slots in their order. Otherwise they are the memory, then the
-        segment, in order of time, or in the first call the given keys alone, which contain the memory.
-        """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if self.ring.is_turning:
-            slot = self.ring.newest.to(self.keys.device)
-            self.keys.index_copy_(2, slot, key_states)
-            self.values.index_copy_(2, slot, value_states)
-            return self.keys, self.values
-        is_first, self.is_filled = not self.is_filled, True
-        self.written_together += key_states.shape[2]
-        found = []
-        for kept, states in ((self.keys, key_states), (self.values, value_states)):
-            memory = kept[:, :, 1:]
-            found.append(states if is_first else torch.cat([memory, states], dim=2))
-            memory.copy_(found[-1][:, :, -memory.shape[2] :])
-        return found[0], found[1]
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove no token: 0 is the only number possible.
-
-        Raises:
-            NotImplementedError: another number, because the overwritten keys are lost.
-        """
-        if tokens_to_remove != 0:
-            raise NotImplementedError(
-                "a static cache takes no tokens back: what they replaced is gone; use a MemoryCache"
-            )
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.max_cache_len - 1 + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.written_together + self.ring.turned
-
-    def reset(self) -> None:
-        super().reset()
-        self.ring.reset()
-        self.is_filled, self.written_together = False, 0
 
 
 @dataclass
@@ -344,7 +203,7 @@ def _pick_rows(method: str, layers: Sequence[Any], state: DecodingState, rows: T
             setattr(state, name, pick(of_rows, rows))
 
 
-class _ProjectedMemory(Cache):
+class ProjectedMemory(Cache):
     """Base class of the caches of this package.
 
     Its length is that of the text, without the memory from before the text, because `generate` skips as many tokens of
@@ -365,12 +224,27 @@ class _ProjectedMemory(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return super().get_seq_length(layer_idx) - self.decoding_state.initial_length
 
+    def is_filled(self) -> bool:
+        """Whether it has any keys, also those of a memory whose text was cropped."""
+        return self.decoding_state.initial_length + self.get_seq_length() > 0
+
+    def order_of_keys(self, segment_length: int, key_length: int, may_differ: bool) -> Tensor | None:
+        """`AttentionInputs.order`, (K,) int or None, of the keys that the next call returns.
+
+        Args:
+            may_differ: whether keys may be out of order of time at all.
+        """
+        return None
+
+    def sort_keys(self) -> None:
+        """Sort the keys of all layers by time, where they are in another order."""
+
     def reset(self):
         super().reset()
         self.decoding_state = DecodingState()
 
 
-class MemoryCache(_ProjectedMemory, DynamicCache):
+class MemoryCache(ProjectedMemory, DynamicCache):
     """A cache for the projected memory of every layer, empty at first, that grows until it holds M keys."""
 
     def __init__(self, config: TransfoXLConfig, mem_len: int | None = None):
@@ -381,38 +255,10 @@ class MemoryCache(_ProjectedMemory, DynamicCache):
         self.decoding_state = DecodingState()
 
 
-class StaticMemoryCache(_ProjectedMemory, StaticCache):
-    """A cache whose tensors never move nor change their shapes, so that one graph serves every token: see `Ring`.
-
-    It starts full, with masked states where there is no memory. `generate(cache_implementation="static")` takes it.
-    Masked keys stay masked, except those that an `attention_mask` of all keys hides in a compiled call: give that mask
-    to each compiled call.
-    """
-
-    def __init__(self, config: TransfoXLConfig, mem_len: int | None = None):
-        """`config` is the model's. `mem_len` is M, at least 1; None: `config.mem_len`."""
-        slots = 1 + (config.mem_len if mem_len is None else mem_len)
-        super().__init__(config=config, max_cache_len=slots)
-        self.ring = Ring(slots)
-        self.layers = [RingLayer(self.ring) for _ in range(config.n_layer)]
-        self.decoding_state = DecodingState()
-
-    def order_of_keys(self, segment_length: int, key_length: int, can_turn: bool) -> Tensor | None:
-        """`AttentionInputs.order`, (K,) int or None, of the keys that the next call returns.
-
-        Args:
-            can_turn: whether keys may be out of order of time at all.
-        """
-        if can_turn and self.layers[0].is_filled and segment_length == 1 and key_length == self.ring.slots:
-            return self.ring.turn()
-        self.ring.unroll(self.layers)
-        return None
-
-
 def attach_state(cache: Cache, state: DecodingState) -> None:
     """Attach the state to a cache, whose methods select rows of masks with rows of keys from now on."""
     cache.decoding_state = state
-    if not isinstance(cache, _ProjectedMemory):
+    if not isinstance(cache, ProjectedMemory):
         # Methods are replaced, because other classes select rows of keys and values alone. The functions refer to the
         # layers, not to the cache, because a cycle of references would keep the cache alive after its use.
         for method in _PICKS:
@@ -428,18 +274,14 @@ def decoding_state_of(cache: Cache) -> DecodingState:
 
 
 def is_filled(cache: Cache) -> bool:
-    """Whether a cache has any keys, also those of a memory whose text was cropped."""
-    if isinstance(cache, StaticMemoryCache):
-        # The host knows it without waiting for the device.
-        return cache.layers[0].is_filled
-    initial = cache.decoding_state.initial_length if isinstance(cache, _ProjectedMemory) else 0
-    return initial + cache.get_seq_length() > 0
+    """Whether a cache has any keys."""
+    return cache.is_filled() if isinstance(cache, ProjectedMemory) else cache.get_seq_length() > 0
 
 
 def text_length(cache: Cache) -> int:
     """How many tokens the cache has seen besides the memory that it started from."""
     length = cache.get_seq_length()
-    return length if isinstance(cache, _ProjectedMemory) else length - decoding_state_of(cache).initial_length
+    return length if isinstance(cache, ProjectedMemory) else length - decoding_state_of(cache).initial_length
 
 
 def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Tensor) -> None:
@@ -453,7 +295,7 @@ def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Ten
     """
     # Layers that have not run hold no keys: a cache may have more layers than the model.
     held = [layer.keys for layer in cache.layers if layer.is_initialized and layer.keys.dim() == 4]
-    is_ours = isinstance(cache, _ProjectedMemory)
+    is_ours = isinstance(cache, ProjectedMemory)
     layers = len(cache.layers) if is_ours else len(held)
     if layers and layers != config.n_layer:
         raise ValueError(f"past_key_values have {layers} layers, but the model has n_layer={config.n_layer}")
@@ -530,9 +372,10 @@ def cached_key_mask(
     m = min(held_keys(cache, segment_length), mem_len)
     if memory_mask is not None:
         memory_mask = memory_mask[:, memory_mask.shape[1] - m :]
-    # The count of a static cache is on the device: a graph cannot read it, and within `generate` the host would wait
-    # for a GPU at every token.
-    is_grown = is_grown or (torch.compiler.is_compiling() and isinstance(cache, StaticMemoryCache))
+    # The package's static cache counts on the device: a graph cannot read the number, and within `generate` the host
+    # would wait for a GPU at every token.
+    is_static = isinstance(cache, ProjectedMemory) and cache.is_compileable
+    is_grown = is_grown or (torch.compiler.is_compiling() and is_static)
     seen, more = None if is_grown else partial(text_length, cache), is_grown or m == mem_len
     masks, lengths = (attention_mask, memory_mask), (segment_length, m)
     return m, make_key_mask(*masks, batch_size, *lengths, fewer=is_grown, more=more, text_length=seen)
@@ -582,8 +425,8 @@ def clear_hidden(
 
 def clear_keys(cache: Cache, hidden: Tensor) -> None:
     """Zero keys and values where `hidden`, (B, n) bool of the last n keys, is True."""
-    if isinstance(cache, StaticMemoryCache):
-        cache.ring.unroll(cache.layers)
+    if isinstance(cache, ProjectedMemory):
+        cache.sort_keys()
     for layer in cache.layers:
         # A cache may hold more keys than the memory, and layers that have not run hold none.
         if layer.is_initialized and layer.keys.numel():

@@ -22,7 +22,6 @@ from .attention_transfo_xl import OPERATORS
 from .cache_transfo_xl import (
     CACHE_NAME,
     MemoryCache,
-    StaticMemoryCache,
     cached_key_mask,
     chosen_cache,
     clear_hidden,
@@ -84,11 +83,11 @@ class TransfoXLGenerationMixin(GenerationMixin):
                     f"past_key_values, a {type(cache).__name__}, began from a memory, which prefill_chunk_size would "
                     "take for text that was read: give a MemoryCache, or leave prefill_chunk_size out"
                 )
-        used = cache is not None and (isinstance(cache, StaticMemoryCache) or text_length(cache) > 0)
+        used = cache is not None and (cache.is_compileable or text_length(cache) > 0)
         if used and generation_mode == GenerationMode.ASSISTED_GENERATION:
             raise ValueError(
-                "assisted decoding and prompt lookup read the whole text, and take tokens back, which a "
-                "StaticMemoryCache cannot: leave past_key_values out, or give a MemoryCache that has seen nothing"
+                "assisted decoding and prompt lookup read the whole text, and take tokens back, which a static cache "
+                "cannot: leave past_key_values out, or give a MemoryCache that has seen nothing"
             )
         # M + 1 at least, because a static cache has all slots of the memory from the first step on.
         max_length = max(max_length, mem_len + 1)
@@ -97,7 +96,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
         if type(cache) not in (DynamicCache, StaticCache) or cache.offloading or hasattr(cache, "_is_user_defined"):
             return
         if type(cache) is StaticCache:
-            model_kwargs[CACHE_NAME] = StaticMemoryCache(self.config, mem_len)
+            if OPERATORS.static_cache is not None:
+                model_kwargs[CACHE_NAME] = OPERATORS.static_cache(self.config, mem_len)
         else:
             cache = model_kwargs[CACHE_NAME] = MemoryCache(self.config, mem_len)
             mask = model_kwargs.get("attention_mask")

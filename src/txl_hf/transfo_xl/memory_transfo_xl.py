@@ -22,7 +22,7 @@ from transformers import Cache
 from .attention_transfo_xl import BACKENDS, find_backend, hidden_keys
 from .cache_transfo_xl import (
     DecodingState,
-    StaticMemoryCache,
+    ProjectedMemory,
     attach_state,
     cached_key_mask,
     check_cache,
@@ -189,9 +189,9 @@ class Segment:
         limited = lengths.same_length and lengths.mem_len > 0
         window = lengths.mem_len - config.same_length_counts_self if limited else None
         order = hidden = None
-        if isinstance(cache, StaticMemoryCache):
-            can_turn = backend.follows_order and first_key is None and not wants_attentions
-            order = cache.order_of_keys(length, m + length, can_turn)
+        if isinstance(cache, ProjectedMemory):
+            may_differ = backend.follows_order and first_key is None and not wants_attentions
+            order = cache.order_of_keys(length, m + length, may_differ)
         if backend.needs_hidden:
             hidden = hidden_keys(length, m + length, window, key_mask, embeds.device, first_key, order)
         attention = {"window": window, "order": order, "hidden": hidden, "key_mask": key_mask, "first_key": first_key}
