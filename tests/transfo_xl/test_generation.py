@@ -14,7 +14,6 @@ from models import COMPILERS
 from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLTokenizer
 from txl_hf.kernels.static_cache import StaticMemoryCache
 from txl_hf.memories import memory_of
-from txl_hf.transfo_xl import generation_transfo_xl
 from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax
 from txl_hf.transfo_xl.attention_transfo_xl import OPERATORS
 from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache
@@ -488,7 +487,7 @@ def test_pruned_generation_writes_the_same(make_model, make_ids, count_bins, mon
         return model.generate(ids, **options), len(count_bins)
 
     text, computed = generate()
-    monkeypatch.setattr(generation_transfo_xl, "_logits_top_k", lambda *arguments: {})
+    monkeypatch.setattr(OPERATORS, "loop_options", lambda *arguments: {})
     whole_text, all_bins = generate()
     assert torch.equal(text, whole_text)
     if biases == WEIGHTS["head"] and options.get("top_k", 0) < 6:

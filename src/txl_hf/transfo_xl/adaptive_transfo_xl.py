@@ -9,7 +9,6 @@ With div_val = 1 all bins have one width and share one table of embeddings.
 Every parameter is read in the forward of the module that owns it, so that offloading and sharding hooks see it.
 """
 
-import math
 from collections.abc import Callable
 from functools import reduce
 from numbers import Number
@@ -28,9 +27,6 @@ from .positions_transfo_xl import is_exporting
 
 logger = logging.get_logger(__name__)
 
-# `log_prob(top_k=…)` skips a cluster this much (in nats) below the k-th best token. The margin is needed because later
-# steps round: a temperature divides, beam search adds earlier scores, and neither may make different tokens equal.
-PRUNING_MARGIN = 1e-3
 # Logits up to which `plain_nll` computes the losses, because it is as fast for so few.
 FEW_LOGITS = 2**18
 
@@ -202,32 +198,19 @@ class AdaptiveLogSoftmax(nn.Module):
         """
         Args:
             hidden_states: (..., D).
-            top_k: only the `top_k` most probable tokens of each row have to be exact. No token is more probable than
-                its cluster, so a cluster less probable than the k-th best token so far contains none of them: its bin
-                is not computed, and its probability is spread evenly over its tokens. The probabilities still sum to
-                1, and the k best tokens and their probabilities are those of the whole softmax. None: all tokens are
-                exact.
+            top_k: the number of most probable tokens of each row that have to be exact; None: all.
 
         Returns:
             Log-probabilities of the whole vocabulary, (..., V) fp32.
         """
+        if top_k is not None and OPERATORS.log_prob is not None:
+            return OPERATORS.log_prob(self, hidden_states, top_k)
         head = self.logits(hidden_states, 0).log_softmax(-1)
         if not self.config.cutoffs:
             return head
-        # On a CPU alone, which saves reading a table from memory, because the host would wait for any other device.
-        prunes = head.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
-        k = top_k if top_k is not None and prunes else 0
-        parts = [head[..., : self.config.cutoffs[0]]]
-        best = _best(parts[0], k)
-        for i, (start, end, _) in list(enumerate(self.bins))[1:]:
-            cluster = head[..., self.config.cutoffs[0] + i - 1, None]
-            if 0 < k == best.shape[-1] and (cluster < best[..., -1:] - PRUNING_MARGIN).all():
-                parts.append((cluster - math.log(end - start)).expand(*cluster.shape[:-1], end - start))
-                continue
-            parts.append(cluster + self.logits(hidden_states, i).log_softmax(-1))
-            if k > 0:
-                best = _best(torch.cat([best, _best(parts[-1], k)], dim=-1), k)
-        return torch.cat(parts, dim=-1)
+        first, clusters = head.tensor_split([self.config.cutoffs[0]], dim=-1)
+        bins = (self.logits(hidden_states, i).log_softmax(-1) for i in range(1, len(self.bins)))
+        return torch.cat([first, *(clusters[..., i, None] + words for i, words in enumerate(bins))], dim=-1)
 
     def nll(self, hidden_states: Tensor, targets: Tensor, by_bin: Any = None) -> Tensor:
         """Negative log-likelihoods of the targets; a token's cost is that of the head and of its own bin only.
@@ -382,11 +365,6 @@ def wide(logits: Tensor) -> Tensor:
 def _logits(weight: Tensor, bias: Tensor, hidden_states: Tensor, start: int, end: int) -> Tensor:
     """(..., d_i) → (..., end - start), the logits of the tokens [start, end) of a table."""
     return OPERATORS.product(hidden_states, weight[start:end], bias[start:end])
-
-
-def _best(log_probs: Tensor, k: int) -> Tensor:
-    """The k highest of (..., n), or all of them if there are fewer, highest first."""
-    return log_probs.amax(-1, keepdim=True) if k == 1 else log_probs.topk(min(k, log_probs.shape[-1])).values
 
 
 def check_labels(labels: Tensor, size: int, of: str = "the vocabulary") -> None:

@@ -547,8 +547,19 @@ class Operators:
     nll: Callable[..., Tensor] | None = None
     # `generate` by a CUDA graph, see `GenerationMixin._sample`. None, or a result of None: by transformers' loop.
     decode: Callable[..., Tensor | None] | None = None
+    # Log-probabilities of which the best are exact, see `AdaptiveLogSoftmax.log_prob`. None: all are.
+    log_prob: Callable[..., Tensor] | None = None
     # (configuration, M) → the cache of `cache_implementation="static"`. None: transformers' own.
     static_cache: Callable[..., Any] | None = None
+
+    @staticmethod
+    def loop_options(processors: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Further arguments of the model in a loop of `generate`: `logits_top_k` where few tokens can be chosen.
+
+        Args:
+            processors: a `LogitsProcessorList`. config: a `GenerationConfig`. kwargs: other arguments of the loop.
+        """
+        return {}
 
     @staticmethod
     def dropout(module: nn.Module, states: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Methods that `generate` calls: inputs of each step with a memory, and faster steps on a CPU."""
+"""Methods that `generate` calls, for inputs of each step with a memory."""
 
 import copy
 
@@ -6,17 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, StaticCache
-from transformers.generation import (
-    GenerationConfig,
-    GenerationMode,
-    LogitNormalization,
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    StopStringCriteria,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-)
+from transformers.generation import GenerationMode, StopStringCriteria
 
 from .attention_transfo_xl import OPERATORS
 from .cache_transfo_xl import (
@@ -35,10 +25,7 @@ from .memory_transfo_xl import MemoryLengths, check_one_memory, split_mask
 
 class TransfoXLGenerationMixin(GenerationMixin):
     """`generate` with the memory as its cache, starting from `mems` if they are given; without a cache where
-    `mem_len=0` or gradient checkpointing is on in training mode.
-
-    Its loops pass the number of best tokens that can matter to the softmax, so that a CPU need not compute the others.
-    """
+    `mem_len=0` or gradient checkpointing is on in training mode."""
 
     config: TransfoXLConfig
 
@@ -181,21 +168,14 @@ class TransfoXLGenerationMixin(GenerationMixin):
         return mask if front is None else mask | front
 
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        if OPERATORS.decode is not None:
-            given = input_ids, logits_processor, stopping_criteria, generation_config
-            if (texts := OPERATORS.decode(self, *given, kwargs)) is not None:
-                return texts
-        chosen = None if generation_config.do_sample else 1
-        kwargs |= _logits_top_k(logits_processor, generation_config, chosen, kwargs.get("synced_gpus"))
-        return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+        given = input_ids, logits_processor, stopping_criteria, generation_config
+        if OPERATORS.decode is not None and (texts := OPERATORS.decode(self, *given, kwargs)) is not None:
+            return texts
+        kwargs |= OPERATORS.loop_options(logits_processor, generation_config, kwargs)
+        return super()._sample(*given, **kwargs)
 
     def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        # transformers keeps max(2, 1 + number of end tokens) · num_beams candidates a step, so that enough beams
-        # continue if every end token is among the best.
-        ends = generation_config._eos_token_tensor
-        candidates = max(2, 1 + (0 if ends is None else len(ends))) * generation_config.num_beams
-        chosen = None if generation_config.do_sample else candidates
-        kwargs |= _logits_top_k(logits_processor, generation_config, chosen, kwargs.get("synced_gpus"))
+        kwargs |= OPERATORS.loop_options(logits_processor, generation_config, kwargs)
         return super()._beam_search(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     @staticmethod
@@ -286,28 +266,3 @@ class _StopStrings(StopStringCriteria):
         raise ValueError(
             "stop_strings need a vocabulary with a token that is read back as it is, and this one has none"
         )
-
-
-def _logits_top_k(
-    processors: LogitsProcessorList, config: GenerationConfig, chosen: int | None, synced_gpus: bool | None
-) -> dict[str, int]:
-    """The argument `logits_top_k` for a loop of `generate`, or none where any token may matter.
-
-    A temperature and a normalisation keep the order of the tokens. A minimum length removes the end tokens, so that as
-    many more are needed. After a top-k no other token matters. All tokens are needed with any other processor, where
-    scores are returned, and with `synced_gpus`, whose processes gather the same sharded parameters.
-
-    Args:
-        chosen: the number of best tokens that the loop chooses from; None: all of them, unless there is a top-k.
-    """
-    if config.output_scores or config.output_logits or synced_gpus:
-        return {}
-    taken_away = 0
-    for processor in processors:
-        if type(processor) is TopKLogitsWarper:
-            return {"logits_top_k": processor.top_k + taken_away}
-        if type(processor) in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
-            taken_away += len(processor.eos_token_id)
-        elif type(processor) not in (TemperatureLogitsWarper, LogitNormalization):
-            return {}
-    return {} if chosen is None else {"logits_top_k": chosen + taken_away}
