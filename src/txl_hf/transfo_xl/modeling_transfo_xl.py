@@ -12,7 +12,7 @@ Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and 
 """
 
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,27 +143,6 @@ class TransfoXLTokenClassifierOutput(_HeadOutput):
         mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
         losses: (B, L), fp32 or fp64 where the scores are, with labels: the cross-entropy of each, 0 where ignored.
     """
-
-
-class TransfoXLKeywords(TypedDict, total=False):
-    """Keywords of a call beside the arguments that `TransfoXLModel.forward` names.
-
-    Attributes:
-        cache: `past_key_values` by the name that it has from transformers 5.24 on.
-        output_hidden_states, output_attentions: return these too.
-        position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx: where documents begin in a row, as collators of
-            `transformers` and TRL write them for packed batches; a document that begins inside a row is a reset.
-            `mems` alone decide whether the row's first token continues a text. The heads name position_ids and
-            seq_idx, because `Trainer` keeps the columns of a data set that a head names.
-    """
-
-    cache: Cache | None
-    output_hidden_states: bool | None
-    output_attentions: bool | None
-    position_ids: Tensor | None
-    cu_seq_lens_q: Tensor | None
-    cu_seq_lens_k: Tensor | None
-    seq_idx: Tensor | None
 
 
 class TransfoXLMLP(nn.Module):
@@ -526,7 +505,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         mems_mask: Tensor | None = None,
         resets: Tensor | None = None,
         detach_mems: bool = True,
-        **kwargs: Unpack[TransfoXLKeywords],
+        **kwargs: Any,
     ) -> TransfoXLModelOutput:
         """
         Args:
@@ -554,7 +533,11 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             detach_mems: False: the `mems` that are returned keep their graph, so that the loss of a later segment has
                 gradients through them (truncated backpropagation in time, over as many calls as keep it).
                 `past_key_values` never pass gradients.
-            kwargs: see `TransfoXLKeywords`.
+            cache (in kwargs): `past_key_values` by its name from transformers 5.24 on.
+            output_hidden_states, output_attentions (in kwargs): return these too.
+            position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx (in kwargs): where documents begin in a row, each a
+                reset, as collators of `transformers` and TRL write it for packed batches (`packed_starts`). The heads
+                name position_ids and seq_idx, because `Trainer` keeps the columns of a data set that a head names.
 
         Raises:
             ValueError: inputs that do not fit the model or each other; the message names them.
@@ -563,9 +546,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         cache = kwargs.pop("cache", None)
         if cache is not None or past_key_values is not None:
             cache = chosen_cache(past_key_values, cache)
-        keywords: dict[str, Any] = {**kwargs}
         others = {"attention_mask": attention_mask, "mems": mems, "mems_mask": mems_mask, "resets": resets}
-        inputs = checked_inputs(self.config, input_ids, inputs_embeds, keywords, **others)
+        inputs = checked_inputs(self.config, input_ids, inputs_embeds, kwargs, **others)
         # The configuration has the fields of `MemoryLengths`.
         filled: FilledLengths = self.config if lengths is None else MemoryLengths.of(lengths, self.config)
         if input_ids is not None:
@@ -575,10 +557,10 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             embeds = inputs if self.config.input_size else inputs.to(self.first_parameter.dtype)
         if use_cache or cache is not None:
             cache = self._choose_cache(cache, filled.mem_len)
-        if resets is not None or any(keywords.get(name) is not None for name in DOCUMENT_KEYWORDS):
+        if resets is not None or any(kwargs.get(name) is not None for name in DOCUMENT_KEYWORDS):
             (rows, length), device = embeds.shape[:2], embeds.device
-            resets = find_resets(self.config, filled.mem_len, (rows, length), device, attention_mask, resets, keywords)
-        wants_attentions = bool(keywords.get("output_attentions", self.config._output_attentions))
+            resets = find_resets(self.config, filled.mem_len, (rows, length), device, attention_mask, resets, kwargs)
+        wants_attentions = bool(kwargs.get("output_attentions", self.config._output_attentions))
         segment = Segment.open(
             self.config, filled, embeds, mems, mems_mask, attention_mask, cache, resets, wants_attentions
         )
