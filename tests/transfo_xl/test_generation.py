@@ -8,6 +8,7 @@ import torch
 import transformers
 from packaging import version
 from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.streamers import BaseStreamer
 
 from models import COMPILERS
@@ -225,9 +226,10 @@ def test_chunked_prefill_continues_a_cache(make_model, make_ids, start):
 
 @pytest.mark.parametrize("has_package", [True, False], ids=["package", "copy"])
 def test_static_cache(model, make_ids, monkeypatch, has_package):
-    """Also transformers' own, which the code beside a model's weights uses."""
+    """Also transformers' own, which the code beside a model's weights uses, like its layers in a `MemoryCache`."""
     if not has_package:
         monkeypatch.setattr(OPERATORS, "static_cache", None)
+        monkeypatch.setattr(OPERATORS, "cache_layer", DynamicSlidingWindowLayer)
     if model.config.mem_len == 0:
         pytest.skip("nothing is remembered")
     for prompt in (2, 13):

@@ -9,6 +9,7 @@ from . import (  # noqa: F401 -- they register themselves with the model
     attention_cpu,
     attention_triton,
     best_tokens,
+    cache_layer,
     decoding,
     operators,
     softmax,

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.utils import logging
 
@@ -549,6 +550,8 @@ class Operators:
     decode: Callable[..., Tensor | None] | None = None
     # Log-probabilities of which the best are exact, see `AdaptiveLogSoftmax.log_prob`. None: all are.
     log_prob: Callable[..., Tensor] | None = None
+    # M + 1 → a layer of `MemoryCache`.
+    cache_layer: Callable[[int], Any] = DynamicSlidingWindowLayer
     # (configuration, M) → the cache of `cache_implementation="static"`. None: transformers' own.
     static_cache: Callable[..., Any] | None = None
 
