@@ -43,7 +43,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         mem_len = self._mem_len(model_kwargs.get("lengths"))
         checkpointing = self.transformer.gradient_checkpointing and self.training
         if mem_len == 0 or checkpointing:
-            # No cache: every step reads the whole text, because nothing is remembered between steps.
+            # Without a cache every step reads the whole text.
             if model_kwargs.get("inputs_embeds") is not None:
                 reason = "gradient checkpointing in training mode" if checkpointing else "mem_len=0"
                 raise ValueError(f"{reason} remembers no inputs_embeds from step to step: give generate input_ids")
@@ -89,8 +89,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
             cache = model_kwargs[CACHE_NAME] = MemoryCache(self.config, mem_len)
             mask = model_kwargs.get("attention_mask")
             if mask is not None and not generation_config.is_assistant and bool(mask.all()):
-                # The host waits for a GPU once, here. Each layer would apply the mask at every token, because later
-                # steps do not check whether it hides anything. Newer transformers drop it too.
+                # The host waits for a GPU once, because each layer would apply the mask at every token.
                 del model_kwargs["attention_mask"]
             if generation_config.is_assistant:
                 cache.activate_past_recording()
@@ -112,7 +111,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         # Without a cache `generate` takes mems for one, but each step reads the whole text.
         cache = chosen_cache(past_key_values, cache) if kwargs.get("use_cache", True) else None
         for name in ("tokenizer", "assistant_tokenizer"):
-            # Dropped, because `generate`, which needs them itself, passes them to every call of the model too.
+            # Dropped, because `generate` passes them to every call of the model.
             kwargs.pop(name, None)
         name, text = "input_ids", input_ids
         if inputs_embeds is not None and is_first_iteration:
@@ -142,8 +141,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 # `resets`, like input_ids, cover the whole text or the tokens that the cache has not seen.
                 kwargs["resets"] = resets[:, -length:]
             elif not filled:
-                # Padded with False, because tokens after the prompt continue its last document: without a cache every
-                # step reads the whole text, and candidates make the first step longer than the prompt.
+                # False for tokens after the prompt, which continue its last document, in steps that read the whole
+                # text, and in a first step with candidates.
                 kwargs["resets"] = F.pad(resets, (0, text.shape[1] - resets.shape[1]))
         kwargs |= {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds, CACHE_NAME: cache}
         return super().prepare_inputs_for_generation(
@@ -209,8 +208,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         documents = {name: model_kwargs.pop(name) for name in PACKED_KEYWORDS if model_kwargs.get(name) is not None}
         positions = model_kwargs.get("position_ids")
         if positions is not None and is_new and bool(packed_starts(shape, device, mask, positions).any()):
-            # As `resets`, because a step cannot find its part of the text by positions that restart. `generate` counts
-            # positions itself.
+            # As `resets`, because a step cannot find its part of the text by positions that restart.
             documents["position_ids"] = model_kwargs.pop("position_ids")
         resets = model_kwargs.get("resets")
         if documents:
@@ -249,11 +247,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
 
 
 class _StopStrings(StopStringCriteria):
-    """Stop strings of a `TransfoXLTokenizer`.
-
-    transformers decodes each token after the prefix "abcdef", which a vocabulary of words encodes as `<unk>`. Here the
-    prefix is a token of the vocabulary that is decoded unchanged.
-    """
+    """Stop strings of a `TransfoXLTokenizer`: tokens are decoded after a token that is decoded unchanged, instead of
+    transformers' prefix "abcdef", which a vocabulary of words encodes as `<unk>`."""
 
     @staticmethod
     def clean_tokenizer_vocab(tokenizer, *args, **kwargs):
