@@ -464,7 +464,7 @@ def register(backend: Backend) -> None:
 
 
 def find_backend(name: str, module: nn.Module | None = None) -> Backend:
-    """The backend of this name, or one made of a user's function in `AttentionInterface`, with `additive_mask` as mask.
+    """The backend of this name, or one of a user's function in `AttentionInterface`, with `additive_mask` as its mask.
 
     Raises:
         ValueError: no backend has the name, or the function is transformers' own, which would leave out the distances.

@@ -1,6 +1,4 @@
-"""The memory as keys and values that layers have projected: caches of it for decoding, and their masks.
-
-Caches of any class of `transformers` work. A `DecodingState` on the cache has the other state of decoding.
+"""The memory as projected keys and values: caches, of any class of `transformers`, their masks, and other state.
 
 Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys, H heads, Dh = `d_head`.
 """
@@ -22,7 +20,7 @@ from .configuration_transfo_xl import TransfoXLConfig
 from .masks_transfo_xl import make_key_mask, zeros_in_front
 from .positions_transfo_xl import Distances
 
-# The name under which `generate` passes a cache to a model and finds it in outputs: from transformers 5.24 on `cache`.
+# The name by which `generate` passes a cache and finds it in outputs: from transformers 5.24 on `cache`.
 _BY_GENERATE = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE_NAME = "cache" if "cache" in _BY_GENERATE else "past_key_values"
 
@@ -46,21 +44,17 @@ def chosen_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | 
 
 @dataclass
 class DecodingState:
-    """State of decoding beside the keys and values of a cache: its attribute `decoding_state`.
+    """State beside the keys and values of a cache: its attribute `decoding_state`.
 
     Args:
-        initial_length: how many states of memory the cache started from. They are older than the text.
-        key_mask: which keys are real; None: all of them. On a growing cache (B, n) bool, of the n keys up to token
-            `end` of the text; later keys are real. On a static cache (B, m) bool, of its present keys; compiled graphs
-            write into this tensor.
-        end: see `key_mask`.
-        padding: (B,) int, how many tokens in front of each row's text are padding that the cache holds as zero
-            states, see `OpenPadding`; None: none.
+        initial_length: how many states of memory, older than the text, the cache started from.
+        key_mask: which keys are real; None: all. On a growing cache (B, n) bool, of the n keys up to token `end` of
+            the text; later ones are real. On a static cache (B, m) bool, into which compiled graphs write.
+        padding: (B,) int, tokens of padding that the cache holds as zero states, see `OpenPadding`; None: none.
         distances: for each layer the nearest `reach` distances, for calls with this `clamp_len`.
         rel_keys: for each layer, by its number, W_R R of these distances, (H, n, Dh).
-        made_with: weak references to the layers' weights W_R that projected `rel_keys`.
-        versions: of these weights, and the other values that a projection depends on, see `has_distances`.
-        projected: the most distances of a product so far; kept, because products of fewer may round differently.
+        made_with, versions: weak references to the weights W_R of `rel_keys`, and what `has_distances` compares.
+        projected: the most distances of a product so far, because products of fewer may round differently.
     """
 
     initial_length: int = 0
@@ -76,12 +70,8 @@ class DecodingState:
     versions: Any = None
 
     def has_distances(self, reach: int, clamp_len: int, weights: list[Tensor | None], others: Any) -> bool:
-        """Whether distances are stored that these weights projected with their present values; others are dropped.
-
-        Args:
-            weights: W_R of each layer; None where it has none, or none that is a tensor.
-            others: other values that a projection depends on.
-        """
+        """Whether distances are stored that these weights, W_R of each layer or None, projected with their present
+        values, and with `others`, on which a projection depends too; distances of another origin are dropped."""
         # A graph cannot compare weights. A tensor of inference mode has no version, so that it may have changed.
         graph = torch.compiler.is_compiling()
         tensors = [] if graph else [weight for weight in weights if isinstance(weight, Tensor)]
@@ -95,7 +85,7 @@ class DecodingState:
         return False
 
     def crop_distances(self, reach: int):
-        """Keep the nearest `reach` distances of a static cache, as many as its compiled step reads."""
+        """Keep the nearest `reach` distances, as many as a compiled step reads."""
         if self.distances is None or self.reach <= reach:
             return
         # By identity, because layers may share a tensor, which is cropped once.
@@ -154,11 +144,8 @@ def _pick_rows(method: str, layers: Sequence[Any], state: DecodingState, rows: T
 
 
 class ProjectedMemory(Cache):
-    """Base class of the caches of this package.
-
-    Its length is that of the text, without the memory from before the text, because `generate` skips as many tokens of
-    its input.
-    """
+    """Base class of the caches of this package. Its length is that of the text, without the memory before the text,
+    because `generate` skips as many tokens of its input."""
 
     decoding_state: DecodingState
 
@@ -179,11 +166,8 @@ class ProjectedMemory(Cache):
         return self.decoding_state.initial_length + self.get_seq_length() > 0
 
     def order_of_keys(self, segment_length: int, key_length: int, may_differ: bool) -> Tensor | None:
-        """`AttentionInputs.order`, (K,) int or None, of the keys that the next call returns.
-
-        Args:
-            may_differ: whether keys may be out of order of time at all.
-        """
+        """`AttentionInputs.order`, (K,) int, of the keys that the next call returns; None, and always unless they
+        `may_differ`: order of time."""
         return None
 
     def sort_keys(self) -> None:
@@ -206,11 +190,11 @@ class MemoryCache(ProjectedMemory, DynamicCache):
 
 
 def attach_state(cache: Cache, state: DecodingState) -> None:
-    """Attach the state to a cache, whose methods select rows of masks with rows of keys from now on."""
+    """Attach the state to a cache, which selects rows of masks with rows of keys from now on."""
     cache.decoding_state = state
     if not isinstance(cache, ProjectedMemory):
-        # Methods are replaced, because other classes select rows of keys and values alone. The functions refer to the
-        # layers, not to the cache, because a cycle of references would keep the cache alive after its use.
+        # Other classes select rows of keys and values alone. The functions refer to the layers, because a cycle of
+        # references would keep the cache alive after its use.
         for method in _PICKS:
             setattr(cache, method, partial(_pick_rows, method, cache.layers, state))
 
@@ -235,14 +219,7 @@ def text_length(cache: Cache) -> int:
 
 
 def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Tensor) -> None:
-    """Check that a cache has room for the memory of a call, and that its contents fit the model.
-
-    Args:
-        mem_len: M of the call. embeds: (B, L, D), the call's input.
-
-    Raises:
-        ValueError: they do not; the message says why.
-    """
+    """Raise a ValueError unless a cache fits the model and a call of `embeds`, (B, L, D), with its memory."""
     # Layers that have not run hold no keys: a cache may have more layers than the model.
     held = [layer.keys for layer in cache.layers if layer.is_initialized and layer.keys.dim() == 4]
     is_ours = isinstance(cache, ProjectedMemory)
@@ -279,8 +256,7 @@ def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Ten
             "past_key_values hold tokens of a call that ended inside the layers, by Ctrl-C or for want of memory: "
             "call past_key_values.reset() and read the text anew"
         )
-    # New keys are written into a static cache's tensors; concatenation in another one gives the wider type, which
-    # autocast casts.
+    # Keys are written into a static cache; concatenation in another gives the wider type, which autocast casts.
     wide = keys.dtype if cache.is_compileable else torch.promote_types(keys.dtype, computed)
     if wide != computed and (cache.is_compileable or computed == embeds.dtype):
         raise ValueError(
@@ -317,13 +293,12 @@ def cached_key_mask(
 
     Args:
         memory_mask: the cache's mask of its keys, (B, ≥ m) bool or None.
-        is_grown: whether the mask is known to have a column for each token of the text, as it has within `generate`.
+        is_grown: whether `attention_mask` is known to have a column for each token of the text.
     """
     m = min(held_keys(cache, segment_length), mem_len)
     if memory_mask is not None:
         memory_mask = memory_mask[:, memory_mask.shape[1] - m :]
-    # The package's static cache counts on the device: a graph cannot read the number, and within `generate` the host
-    # would wait for a GPU at every token.
+    # The package's static cache counts on the device: a graph cannot read the number, and the host would wait for it.
     is_static = isinstance(cache, ProjectedMemory) and cache.is_compileable
     is_grown = is_grown or (torch.compiler.is_compiling() and is_static)
     seen, more = None if is_grown else partial(text_length, cache), is_grown or m == mem_len
@@ -339,9 +314,8 @@ def held_keys(cache: Cache, segment_length: int) -> int:
 def clear_hidden(
     cache: Cache, key_mask: Tensor, attention_mask: Tensor | None, segment_length: int, config: TransfoXLConfig
 ) -> Tensor | None:
-    """Zero the keys and values that a call hides from now on, because an overflow passes through a mask (0 × NaN).
-
-    Keys that were hidden before are not written to, except in a row whose keys are all hidden now: it starts fresh.
+    """Zero the keys and values that a call hides from now on, because an overflow passes through a mask (0 × NaN);
+    keys that were hidden before only in a row whose keys are all hidden now, which starts fresh.
 
     Args:
         key_mask: (B, m + L) bool, which keys are real, by the cache and the `attention_mask` of a call.
@@ -394,7 +368,7 @@ def stop_gradients(cache: Cache) -> None:
     for layer in cache.layers:
         if layer.is_initialized and (layer.keys.requires_grad or layer.values.requires_grad):
             if not cache.is_compileable:
-                # Copies, because a later call may write into them, and this call's backward pass needs the old values.
+                # Copies, because later calls write into them, and this call's backward pass needs the old values.
                 layer.keys, layer.values = layer.keys.detach().clone(), layer.values.detach().clone()
             elif not torch.compiler.is_compiling():
                 # In place, because graphs read fixed addresses; a graph cannot detach tensors of its gradients.
@@ -403,10 +377,8 @@ def stop_gradients(cache: Cache) -> None:
 
 
 def may_write(states: Tensor) -> bool:
-    """Whether states may be written to: no backward pass may need them, and no ended inference mode has made them.
-
-    A graph does not check inference mode, because it cannot.
-    """
+    """Whether states may be written to: no backward pass needs them, and no ended inference mode has made them, which
+    a graph cannot check."""
     if torch.is_grad_enabled() or states.requires_grad:
         return False
     return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not states.is_inference()

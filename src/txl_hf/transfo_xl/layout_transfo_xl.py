@@ -217,7 +217,7 @@ class TransfoXLLayoutModel(PreTrainedModel):
 
 
 def _remove_replaced_weights(folder: Path, variant: str | None):
-    """Remove an old single file beside new shards, or an old index beside a new file, which would be loaded instead."""
+    """Remove an old file beside new shards, or an old index beside a new file, because it would be loaded instead."""
     suffix = f".{variant}" if variant else ""
     in_shards = any(folder.glob(f"model{suffix}-?????-of-?????.safetensors"))
     replaced = f"model{suffix}.safetensors" if in_shards else f"model.safetensors.index{suffix}.json"

@@ -19,7 +19,7 @@ def is_exporting(unknown: bool = False) -> bool:
 
 
 def sinusoid(positions: Tensor, width: int) -> Tensor:
-    """R of the paper: sines, then cosines, of positions (K,), fp32 or fp64: (K, width) of their type; width is even."""
+    """R of the paper: sines, then cosines, of positions (K,), fp32 or fp64: (K, width), of their type."""
     exponents = torch.arange(0, width, 2, device=positions.device, dtype=positions.dtype) / width
     # The originals' order of operations, because another one changes the angle at distance 1,000 by 1e-4.
     angles = torch.outer(positions, 1 / 10000.0**exponents)
