@@ -179,7 +179,7 @@ class TransfoXLAttention(nn.Module):
         self.position_bias: nn.Parameter | None = None
         config.positions.add_to_attention(self)
         self.dropout = nn.Dropout(config.dropout)
-        # Never called, because backends drop by its `p`; a module, so that code that turns dropouts off (TRL) finds it.
+        # Never called, because backends drop by its `p`; a module, so that TRL finds it when it turns dropouts off.
         self.dropatt = nn.Dropout(config.dropatt)
 
     def forward(
