@@ -91,13 +91,6 @@ class AttentionInputs(NamedTuple):
         window, key_mask, device, future = self.window, self.key_mask, self.query.device, self.future
         return hidden_keys(*lengths, window, key_mask, device, self.first_key, self.order, future, queries)
 
-    def of_every_distance(self, spare: int = 0) -> "AttentionInputs":
-        """The inputs with a row for each of the K + future distances in `rel_key` and `rel_bias`, and `spare` more."""
-        n = self.key.shape[2] + (self.future or 0) + spare
-        both = (self.rel_key, self.rel_bias)
-        rel_key, rel_bias = (None if rows is None else first_repeated(rows, n) for rows in both)
-        return self._replace(rel_key=rel_key, rel_bias=rel_bias)
-
 
 @dataclass(frozen=True)
 class Backend:
