@@ -7,6 +7,7 @@ setting the fields of `attention_transfo_xl.OPERATORS`.
 from . import (  # noqa: F401 -- they register themselves with the model
     attention_blocks,
     attention_cpu,
+    attention_gpu,
     attention_triton,
     best_tokens,
     cache_layer,

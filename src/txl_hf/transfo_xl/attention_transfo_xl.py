@@ -14,10 +14,8 @@ Shapes: B batch, H heads, Dh head width, L queries (the segment), K = m + L keys
 `BACKENDS` has all implementations; `OPERATORS` has the model's other operations that the package computes faster.
 """
 
-import contextlib
 import functools
 import math
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -349,22 +346,8 @@ def additive_mask(inputs: AttentionInputs) -> Tensor:
 def sdpa_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     """PyTorch's `scaled_dot_product_attention`, with (b) + (d) as its mask."""
     query, mask = add_bias(inputs.query, inputs.content_bias), additive_mask(inputs)
-    attend = attend_on_gpu if query.is_cuda else F.scaled_dot_product_attention
-    return attend(query, inputs.key, inputs.value, mask, dropout_p=inputs.dropout, scale=inputs.scaling), None
-
-
-_CHOOSING_KERNEL = threading.Lock()
-
-
-def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """PyTorch's attention by its memory-efficient kernel, which takes an additive mask and heads whose width is a
-    multiple of eight. Not by cuDNN's kernel, whose plan for every number of keys takes longer than the attention."""
-    width = query.shape[-1]
-    query, key, value = widened(-width % 8, query, key, value)
-    # A lock, because `sdpa_kernel` chooses for all threads of the process; a compiled graph contains its own choice.
-    choosing = contextlib.nullcontext() if torch.compiler.is_compiling() else _CHOOSING_KERNEL
-    with choosing, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        return F.scaled_dot_product_attention(query, key, value, mask, **options)[..., :width]
+    options = {"dropout_p": inputs.dropout, "scale": inputs.scaling}
+    return OPERATORS.scaled_dot_product_attention(query, inputs.key, inputs.value, mask, **options), None
 
 
 def widened(missing: int, *heads: Tensor) -> tuple[Tensor, ...]:
@@ -518,6 +501,9 @@ class Operators:
     def matmul(a: Tensor, b: Tensor) -> Tensor:
         """a @ b: (…, L, k) and (…, k, n) → (…, L, n)."""
         return a @ b
+
+    # PyTorch's attention.
+    scaled_dot_product_attention: Callable[..., Tensor] = staticmethod(F.scaled_dot_product_attention)
 
     @staticmethod
     def keep_layout(rel_key: Tensor) -> Tensor:
