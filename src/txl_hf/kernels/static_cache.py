@@ -7,6 +7,7 @@ Letters: B batch, L segment, M = `mem_len` memory at most, S = M + 1 slots, H he
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,6 +183,27 @@ class StaticMemoryCache(ProjectedMemory, StaticCache):
             return self.ring.turn()
         self.sort_keys()
         return None
+
+    def end_call(self, mem_len: int) -> None:
+        """Keep the distances of a full memory alone, which a compiled step reads, at addresses of their own."""
+        state, reach = self.decoding_state, 1 + mem_len
+        if state.distances is None or state.reach <= reach:
+            return
+        # By identity, because layers may share a tensor, which is cropped once.
+        cropped: dict[int, Tensor] = {}
+
+        def crop(rows: Tensor | None, dim: int) -> Any:
+            if rows is not None and id(rows) not in cropped:
+                length = min(reach, rows.shape[dim])
+                cropped[id(rows)] = static_address(rows.narrow(dim, -length, length).contiguous())
+            return None if rows is None else cropped[id(rows)]
+
+        state.reach = reach
+        state.distances = [
+            of_layer._replace(positions=crop(of_layer.positions, 0), rel_bias=crop(of_layer.rel_bias, 1))
+            for of_layer in state.distances
+        ]
+        state.rel_keys = {layer: crop(rows, 1) for layer, rows in state.rel_keys.items()}
 
     def sort_keys(self) -> None:
         self.ring.unroll(self.layers)

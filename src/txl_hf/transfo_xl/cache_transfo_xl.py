@@ -84,26 +84,6 @@ class DecodingState:
         self.made_with, self.versions = [weakref.ref(weight) for weight in tensors], (others, versions)
         return False
 
-    def crop_distances(self, reach: int):
-        """Keep the nearest `reach` distances, as many as a compiled step reads."""
-        if self.distances is None or self.reach <= reach:
-            return
-        # By identity, because layers may share a tensor, which is cropped once.
-        cropped: dict[int, Tensor] = {}
-
-        def crop(rows: Tensor | None, dim: int) -> Any:
-            if rows is not None and id(rows) not in cropped:
-                length = min(reach, rows.shape[dim])
-                cropped[id(rows)] = static_address(rows.narrow(dim, -length, length).contiguous())
-            return None if rows is None else cropped[id(rows)]
-
-        self.reach = reach
-        self.distances = [
-            of_layer._replace(positions=crop(of_layer.positions, 0), rel_bias=crop(of_layer.rel_bias, 1))
-            for of_layer in self.distances
-        ]
-        self.rel_keys = {layer: crop(rows, 1) for layer, rows in self.rel_keys.items()}
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodingState":
         # Copies of a cache share the distances, because nothing writes into them.
         key_mask = None if self.key_mask is None else self.key_mask.clone()
@@ -169,6 +149,9 @@ class ProjectedMemory(Cache):
         """`AttentionInputs.order`, (K,) int, of the keys that the next call returns; None, and always unless they
         `may_differ`: order of time."""
         return None
+
+    def end_call(self, mem_len: int) -> None:
+        """Prepare the next call, after one whose memory has `mem_len` states at most."""
 
     def sort_keys(self) -> None:
         """Sort the keys of all layers by time, where they are in another order."""

@@ -249,10 +249,11 @@ class Segment:
             clear_keys(cache, ~mask)
         if torch.is_grad_enabled():
             stop_gradients(cache)
+        if isinstance(cache, ProjectedMemory):
+            cache.end_call(self.lengths.mem_len)
         if not cache.is_compileable:
             state.key_mask, state.end = drop_idle_mask(mask), text_length(cache)
             return
-        state.crop_distances(1 + self.lengths.mem_len)
         if mask is not None:
             mask = drop_idle_mask(mask[:, 1 - cache.layers[0].max_cache_len :])
         if mask is None:
