@@ -492,17 +492,10 @@ class Operators:
             states = torch.cat([memory.to(states.dtype), states], dim=1)
         return [layer(states) for layer in layers]
 
-    @staticmethod
-    def product(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """(…, k), (n, k) and (n,) → (…, n)."""
-        return F.linear(states, weight, bias)
-
-    @staticmethod
-    def matmul(a: Tensor, b: Tensor) -> Tensor:
-        """a @ b: (…, L, k) and (…, k, n) → (…, L, n)."""
-        return a @ b
-
-    # PyTorch's attention.
+    # (…, k), (n, k) and (n,) → (…, n).
+    product: Callable[..., Tensor] = staticmethod(F.linear)
+    # (…, L, k) and (…, k, n) → (…, L, n).
+    matmul: Callable[..., Tensor] = staticmethod(torch.matmul)
     scaled_dot_product_attention: Callable[..., Tensor] = staticmethod(F.scaled_dot_product_attention)
 
     @staticmethod
