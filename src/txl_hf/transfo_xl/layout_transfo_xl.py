@@ -3,8 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -199,21 +198,16 @@ class TransfoXLLayoutModel(PreTrainedModel):
         if getattr(self, "hf_quantizer", None) is not None:
             # q, k and v are not joined, because that would drop the scales and other tensors of quantised matrices.
             kwargs["save_original_format"] = False
-        with self._without_class_of_shards():
+        present_class = type(self)
+        # The class is restored meanwhile, because torch gives sharded models another one, whose code would be saved.
+        self.__class__ = next(cls for cls in present_class.__mro__ if not cls.__module__.startswith("torch."))
+        try:
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        finally:
+            self.__class__ = present_class
         if is_main_process and not getattr(self, "_hf_peft_config_loaded", False):
             _remove_replaced_weights(Path(save_directory), kwargs.get("variant"))
             _write_code(save_directory)
-
-    @contextmanager
-    def _without_class_of_shards(self) -> Iterator[None]:
-        """Restore the class, because torch gives sharded models another one, whose code would be saved."""
-        present_class = type(self)
-        self.__class__ = next(cls for cls in present_class.__mro__ if not cls.__module__.startswith("torch."))
-        try:
-            yield
-        finally:
-            self.__class__ = present_class
 
 
 def _remove_replaced_weights(folder: Path, variant: str | None):
