@@ -110,15 +110,10 @@ class AdaptiveEmbedding(nn.Module):
         return self.get_parameter("emb_layers.0.weight" if tied is None else f"emb_projs.{projection}.weight")
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """
-        Args:
-            input_ids: (B, L) int, each in [0, V).
-
-        Returns:
-            (B, L, D).
+        """(B, L, D) of ids (B, L).
 
         Raises:
-            IndexError: an id is outside the vocabulary; a RuntimeError in a compiled call of several tokens.
+            IndexError: an id is not in [0, V); a RuntimeError in a compiled call of several tokens.
         """
         _check_range(input_ids, self.config.vocab_size, "input_ids", IndexError)
         dtype = self.emb_layers[0].weight.dtype
@@ -146,7 +141,6 @@ class AdaptiveLogSoftmax(nn.Module):
             OutputLayer(nn.Parameter(torch.empty(tokens, width)), nn.Parameter(torch.zeros(tokens)))
             for tokens, width in _tables(config)
         )
-        # The softmax can have a projection for each bin though the tokens share one table.
         self.out_projs = nn.ModuleList(
             OutputProjection(width, config.d_model) if _is_projected(config, width) else nn.Identity()
             for _, _, width in config.bins
@@ -360,7 +354,7 @@ def _check_range(ids: Tensor, size: int, name: str, error: type[Exception], of: 
         return
     low, high = ids.aminmax()
     if ids.is_cuda:
-        # Asserted on the device, so that the host does not wait.
+        # So that the host does not wait.
         torch._assert_async((low >= 0) & (high < size), f"{name} outside {of} [0, {size})")
     elif low < 0 or high >= size:
         raise error(f"{name} holds {int(low if low < 0 else high)}, outside {of} [0, {size})")

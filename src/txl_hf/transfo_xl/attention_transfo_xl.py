@@ -54,8 +54,7 @@ class AttentionInputs(NamedTuple):
         window: the furthest distance a query sees; None: all keys up to itself.
         future: how many keys after itself a query sees, as in encoders: the last `future` rows of `rel_key` and
             `rel_bias` belong to the distances -1 … -future. None: no key after itself.
-        first_key: (B, L) int, where the document of each query begins, the first key that it sees. Never decreasing.
-            None: 0.
+        first_key: (B, L) int, never decreasing: the first key that a query sees, of its document. None: 0.
         order: (K,) int, with L = 1: the place in time of each key and value, 0 the oldest. Distances, mask and first
             key are in order of time. None: keys and values are too.
         hidden: the result of `hidden_keys` for these inputs; None: not computed yet. With `future` any (B or 1, 1, L,
@@ -143,8 +142,7 @@ def relative_attention(
     Args:
         query, key, value, rel_key, content_bias, position_bias, and `options`: see `AttentionInputs`.
         scaling: by default Dh ** -0.5.
-        implementation: the name of a backend (`find_backend`). Inputs that it refuses go to `"auto"`, with one
-            warning.
+        implementation: the name of a backend. Inputs that it refuses go to `"auto"`, with one warning.
         module: the layer's attention, for a function of `AttentionInterface`.
 
     Returns:
@@ -517,11 +515,7 @@ class Operators:
 
     @staticmethod
     def loop_options(processors: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Further arguments of the model in a loop of `generate`: `logits_top_k` where few tokens can be chosen.
-
-        Args:
-            processors: a `LogitsProcessorList`. config: a `GenerationConfig`. kwargs: other arguments of the loop.
-        """
+        """Further arguments of the model in a loop of `generate`: `logits_top_k` where few tokens can be chosen."""
         return {}
 
     @staticmethod

@@ -26,11 +26,7 @@ CACHE_NAME = "cache" if "cache" in _BY_GENERATE else "past_key_values"
 
 
 def chosen_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
-    """The cache argument of a call, by either of its names.
-
-    Raises:
-        ValueError: both names are given, or the value is no cache of a decoder.
-    """
+    """The cache argument of a call, by either of its names; a ValueError for both, or for no cache of a decoder."""
     if past_key_values is not None and cache is not None:
         raise ValueError("past_key_values and cache are two names of one thing: give one of them")
     given = past_key_values if cache is None else cache

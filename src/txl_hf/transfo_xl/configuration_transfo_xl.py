@@ -106,16 +106,6 @@ class TransfoXLConfig(PreTrainedConfig):
 
     Raises:
         ValueError: a field is invalid, or fields do not fit together; the message names them.
-
-    Example:
-
-    ```python
-    >>> from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
-
-    >>> config = TransfoXLConfig(vocab_size=1000, cutoffs=[100, 500], d_model=64, d_embed=64, n_head=4, d_head=16,
-    ...                          d_inner=128, n_layer=2, mem_len=32, initial_memory="empty")
-    >>> model = TransfoXLForCausalLM(config)
-    ```
     """
 
     model_type = "transfo-xl"
@@ -127,7 +117,6 @@ class TransfoXLConfig(PreTrainedConfig):
         "num_hidden_layers": "n_layer",
         "intermediate_size": "d_inner",
         "head_dim": "d_head",
-        # The legacy name.
         "tie_weight": "tie_word_embeddings",
     }
 

@@ -43,7 +43,6 @@ class TransfoXLGenerationMixin(GenerationMixin):
         mem_len = self._mem_len(model_kwargs.get("lengths"))
         checkpointing = self.transformer.gradient_checkpointing and self.training
         if mem_len == 0 or checkpointing:
-            # Without a cache every step reads the whole text.
             if model_kwargs.get("inputs_embeds") is not None:
                 reason = "gradient checkpointing in training mode" if checkpointing else "mem_len=0"
                 raise ValueError(f"{reason} remembers no inputs_embeds from step to step: give generate input_ids")
@@ -162,7 +161,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         if is_first:
             front = clear_hidden(cache, mask, attention_mask, length, self.config)
         elif self.config.initial_memory == "zeros":
-            # Zeros in front of the text are padding, which the cache holds as zero states that queries see.
+            # Padding, which the cache holds as zero states that queries see.
             front = zeros_in_front(attention_mask, length, m + length)
         return mask if front is None else mask | front
 

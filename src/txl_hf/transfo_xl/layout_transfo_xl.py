@@ -64,7 +64,7 @@ register_checkpoint_conversion_mapping(
         WeightRenaming("pos_ff.CoreNet.0", "mlp.up_proj"),
         WeightRenaming("pos_ff.CoreNet.3", "mlp.down_proj"),
         WeightRenaming("pos_ff.layer_norm", "mlp_layer_norm"),
-        # Gates, which the legacy model lacks, and ignores with a warning.
+        # Gates, which the legacy model lacks.
         WeightRenaming("dec_attn.gate", "self_attn_gate"),
         WeightRenaming("pos_ff.gate", "mlp_gate"),
         # Names of the PyTorch original where positions are absolute; never written, because (?!) matches nothing.

@@ -271,7 +271,7 @@ def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_leng
         return targets
     real, length = real_tokens(attention_mask, segment_length), targets.shape[1]
     if real.shape != (targets.shape[0], segment_length):
-        # `Segment.open` raises an error for this mask.
+        # `Segment.open` refuses it.
         return targets
     counts = real[:, :length] if length == segment_length else real[:, :-1] & real[:, 1:]
     return targets.masked_fill(~counts.to(targets.device), -100)

@@ -150,12 +150,8 @@ class Segment:
         resets: Tensor | None,
         wants_attentions: bool,
     ) -> "Segment":
-        """The record of a call; arguments as in `TransfoXLModel.forward`, with `embeds`, (B, L, D).
-        `wants_attentions`: whether probabilities are returned, in order of time, which eager alone does.
-
-        Raises:
-            ValueError: the memory or a mask does not fit the model or the segment.
-        """
+        """The record of a call; arguments as in `TransfoXLModel.forward`, which raises the same errors, with `embeds`,
+        (B, L, D). `wants_attentions`: whether probabilities are returned, in order of time, as eager alone does."""
         implementation = "eager" if wants_attentions else config._attn_implementation
         backend = BACKENDS.get(implementation) or find_backend(implementation)
         if cache is not None:

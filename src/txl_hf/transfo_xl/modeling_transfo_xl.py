@@ -212,7 +212,6 @@ class TransfoXLAttention(nn.Module):
             key, value = segment.cache.update(key, value, self.layer_idx)
         rel_key = state.rel_keys.get(self.layer_idx) if state is not None else None
         if rel_key is None and distances.positions is not None:
-            # (n, H, Dh): W_R R of the paper, or learned keys, which nothing projects.
             rel_key = distances.positions
             if self.r_proj is not None:
                 if self.r_proj._forward_pre_hooks:
