@@ -73,8 +73,11 @@ class MemoryLengths:
             raise ValueError(f"same_length={self.same_length!r} must be True or False")
 
     def of(self, config: TransfoXLConfig) -> FilledLengths:
-        """These lengths, and the configuration's for those that are None. Raises a ValueError if `self` has another
-        type, a length is negative, or the model's positions allow no memory."""
+        """These lengths, and the configuration's for those that are None.
+
+        Raises:
+            ValueError: `self` has another type, a length is negative, or the model's positions allow no memory.
+        """
         # By name, because a copy of the class may have come with the weights.
         if type(self).__name__ != MemoryLengths.__name__:
             raise ValueError(

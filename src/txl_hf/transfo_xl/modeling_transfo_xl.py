@@ -643,7 +643,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 "TransfoXLModel or a classifier, or give the model a vocabulary"
             )
         super().__init__(config)
-        # transformers derives it from the class name: with a subclass's `Trainer` counts a label too many in each row.
+        # transformers derives it from the class name; by that of a subclass, `Trainer` counts a label too many a row.
         self.loss_type = "ForCausalLM"
         self.transformer = TransfoXLModel(config)
         self.lm_head = AdaptiveLogSoftmax(config)
