@@ -62,12 +62,12 @@ from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.evaluation.reading import Reader, Reading, Segment
 from txl_hf.kernels import captured
 from txl_hf.kernels.decoding import Texts
+from txl_hf.kernels.static_cache import StaticMemoryCache
 from txl_hf.kernels.steps import CapturedSteps, Forward
 from txl_hf.kernels.weights import ProductWeights
 from txl_hf.memories import memory_of
 from txl_hf.training.regularization import LockedDropout, RegularizationArguments, regularize
 from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax
-from txl_hf.transfo_xl.cache_transfo_xl import StaticMemoryCache
 from txl_hf.transfo_xl.memory_transfo_xl import Memory, MemoryLengths
 from txl_hf.transfo_xl.memory_transfo_xl import Segment as OpenSegment
 from txl_hf.transfo_xl.modeling_transfo_xl import TransfoXLLayer

@@ -12,7 +12,8 @@ from txl_hf import (
     TransfoXLForSequenceClassification,
     TransfoXLForTokenClassification,
 )
-from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
+from txl_hf.kernels.static_cache import StaticMemoryCache
+from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache
 
 BAD_CONFIGS = {
     "odd d_model": ({"d_model": 15}, "d_model=15"),

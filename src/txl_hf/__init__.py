@@ -22,9 +22,10 @@ from .data.text_stream import TextStream
 from .evaluation.continuous_cache import ContinuousCache
 from .evaluation.dynamic import DynamicEvaluation, GradientStatistics
 from .evaluation.language_model import evaluate_language_model, token_losses
+from .kernels.static_cache import StaticMemoryCache
 from .memories import mask_overflow
 from .training.regularization import RegularizationArguments, regularize
-from .transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
+from .transfo_xl.cache_transfo_xl import MemoryCache
 from .transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from .transfo_xl.memory_transfo_xl import MemoryLengths
 from .transfo_xl.modeling_transfo_xl import (

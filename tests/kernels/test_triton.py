@@ -36,6 +36,7 @@ from models import random_softmax, small_config
 from sass import overwritten_operands
 from txl_hf.conformer import use_relative_attention
 from txl_hf.kernels import attention_blocks
+from txl_hf.kernels.static_cache import Ring, StaticMemoryCache
 from txl_hf.kernels.steps import compile_layers
 from txl_hf.transfo_xl.attention_transfo_xl import BACKENDS as ALL_BACKENDS
 from txl_hf.transfo_xl.attention_transfo_xl import (
@@ -45,7 +46,6 @@ from txl_hf.transfo_xl.attention_transfo_xl import (
     hidden_keys,
     hide,
 )
-from txl_hf.transfo_xl.cache_transfo_xl import Ring, StaticMemoryCache
 
 DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
 

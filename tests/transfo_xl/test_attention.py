@@ -26,6 +26,7 @@ from attention_maps import attention_terms
 from models import refusal
 from txl_hf.kernels import attention_cpu, attention_triton, operators
 from txl_hf.kernels.attention_cpu import tiled_relative_attention
+from txl_hf.kernels.attention_gpu import attend_on_gpu
 from txl_hf.kernels.operators import scale_of
 from txl_hf.transfo_xl import attention_transfo_xl as attention
 from txl_hf.transfo_xl import memory_transfo_xl
@@ -35,7 +36,6 @@ from txl_hf.transfo_xl.attention_transfo_xl import (
 from txl_hf.transfo_xl.attention_transfo_xl import (
     AttentionInputs,
     Backend,
-    attend_on_gpu,
     choose_backend,
     hidden_keys,
     relative_attention,
@@ -637,7 +637,7 @@ def test_threads_choose_a_kernel_one_after_the_other(monkeypatch):
         most.append(len(inside))
         return inside.pop()[0]
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     states = torch.zeros(1, 1, 2, 8)
     with ThreadPoolExecutor(4) as threads:
         for call in [threads.submit(attend_on_gpu, states, states, states, states) for _ in range(4)]:
@@ -766,7 +766,7 @@ def test_on_a_gpu_pytorchs_attention_gets_heads_of_eights_and_never_cudnn(monkey
     shapes = [(2, 2, 5, width), (2, 2, 9, width), (2, 2, 9, width), (2, 2, 5, 9)]
     inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     results = []
-    for function in (attend, attention.attend_on_gpu):
+    for function in (attend, attend_on_gpu):
         monkeypatch.setattr(F, "scaled_dot_product_attention", look)
         output = function(*inputs, dropout_p=0.0, scale=0.2)
         results.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
@@ -775,7 +775,7 @@ def test_on_a_gpu_pytorchs_attention_gets_heads_of_eights_and_never_cudnn(monkey
     assert seen == [(False, {width + -width % 8})]
     if width != 38:
         return
-    compiled = torch.compile(attention.attend_on_gpu, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(attend_on_gpu, fullgraph=True, backend="aot_eager")
     monkeypatch.undo()
     torch.testing.assert_close(compiled(*inputs, dropout_p=0.0, scale=0.2), results[0][0], atol=1e-5, rtol=1e-5)
 

@@ -8,14 +8,16 @@ import torch
 import transformers
 from packaging import version
 from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.streamers import BaseStreamer
 
 from models import COMPILERS
 from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLTokenizer
+from txl_hf.kernels.static_cache import StaticMemoryCache
 from txl_hf.memories import memory_of
-from txl_hf.transfo_xl import generation_transfo_xl
 from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax
-from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
+from txl_hf.transfo_xl.attention_transfo_xl import OPERATORS
+from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache
 
 VARIANTS = {
     "empty": {},
@@ -222,7 +224,12 @@ def test_chunked_prefill_continues_a_cache(make_model, make_ids, start):
     assert torch.equal(written[:, 13:], by_hand(model, new[:, 4:], 6, memory))
 
 
-def test_static_cache(model, make_ids):
+@pytest.mark.parametrize("has_package", [True, False], ids=["package", "copy"])
+def test_static_cache(model, make_ids, monkeypatch, has_package):
+    """Also transformers' own, which the code beside a model's weights uses, like its layers in a `MemoryCache`."""
+    if not has_package:
+        monkeypatch.setattr(OPERATORS, "static_cache", None)
+        monkeypatch.setattr(OPERATORS, "cache_layer", DynamicSlidingWindowLayer)
     if model.config.mem_len == 0:
         pytest.skip("nothing is remembered")
     for prompt in (2, 13):
@@ -300,9 +307,7 @@ def test_tokens_of_a_static_cache_cannot_be_taken_back(make_model, make_ids, is_
     model, ids = make_model(), make_ids(1, 7)
     options = {"prompt_lookup_num_tokens": 3} if is_looked_up else {"assistant_model": make_model(n_layer=1)}
     cache = StaticMemoryCache(model.config)
-    with pytest.raises(
-        ValueError, match="take tokens back, which a StaticMemoryCache cannot: leave past_key_values out"
-    ):
+    with pytest.raises(ValueError, match="take tokens back, which a static cache cannot: leave past_key_values out"):
         model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False, **options)
     model(ids, past_key_values=cache, use_cache=True)
     # What stops one token late where it can take it back asks for this.
@@ -484,7 +489,7 @@ def test_pruned_generation_writes_the_same(make_model, make_ids, count_bins, mon
         return model.generate(ids, **options), len(count_bins)
 
     text, computed = generate()
-    monkeypatch.setattr(generation_transfo_xl, "_logits_top_k", lambda *arguments: {})
+    monkeypatch.setattr(OPERATORS, "loop_options", lambda *arguments: {})
     whole_text, all_bins = generate()
     assert torch.equal(text, whole_text)
     if biases == WEIGHTS["head"] and options.get("top_k", 0) < 6:

@@ -15,9 +15,10 @@ from txl_hf import (
     TransfoXLForSequenceClassification,
     TransfoXLForTokenClassification,
 )
+from txl_hf.kernels.static_cache import StaticMemoryCache
 from txl_hf.transfo_xl import adaptive_transfo_xl as adaptive
 from txl_hf.transfo_xl import modeling_transfo_xl as modeling
-from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
+from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache
 
 ONE_TABLE = {"cutoffs": [], "div_val": 1}
 

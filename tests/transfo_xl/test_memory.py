@@ -19,6 +19,7 @@ import oracle
 from models import COMPILERS, refusal, small_config
 from txl_hf import MemoryLengths, TransfoXLForCausalLM
 from txl_hf.kernels import operators
+from txl_hf.kernels.static_cache import StaticMemoryCache
 from txl_hf.transfo_xl import modeling_transfo_xl as modeling
 from txl_hf.transfo_xl.attention_transfo_xl import (
     BACKENDS as ALL_BACKENDS,
@@ -30,7 +31,6 @@ from txl_hf.transfo_xl.attention_transfo_xl import (
 from txl_hf.transfo_xl.cache_transfo_xl import (
     CACHE_NAME,
     MemoryCache,
-    StaticMemoryCache,
     decoding_state_of,
     text_length,
 )

@@ -17,8 +17,9 @@ from transformers.cache_utils import DynamicLayer
 import txl_hf
 from models import BACKENDS
 from txl_hf import MemoryLengths, TransfoXLModel
+from txl_hf.kernels.static_cache import StaticMemoryCache
 from txl_hf.memories import mask_overflow, memory_of, real_states
-from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
+from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache
 
 
 def close(actual, expected, tolerance=1e-5):

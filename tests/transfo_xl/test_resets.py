@@ -17,10 +17,11 @@ from txl_hf import (
     TransfoXLForCausalLM,
     TransfoXLForTokenClassification,
 )
+from txl_hf.kernels.static_cache import StaticMemoryCache
 from txl_hf.memories import memory_of
 from txl_hf.transfo_xl.attention_transfo_xl import BACKENDS as ALL_BACKENDS
 from txl_hf.transfo_xl.attention_transfo_xl import AttentionInputs, keep_documents_apart
-from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
+from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache
 
 ENCODINGS = {
     "plain": {},

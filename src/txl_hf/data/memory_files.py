@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..files import disk_errors, is_repo_id, name_of, whole_file
+from ..transfo_xl.attention_transfo_xl import OPERATORS
 from ..transfo_xl.cache_transfo_xl import (
     CACHE_NAME,
     DecodingState,
     MemoryCache,
-    StaticMemoryCache,
     chosen_cache,
     decoding_state_of,
     remembered_mask,
@@ -31,7 +31,8 @@ from ..transfo_xl.cache_transfo_xl import (
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 
 FORMAT = "1"
-CACHES: dict[str, Any] = {kind.__name__: kind for kind in (MemoryCache, StaticMemoryCache)}
+# The static one is the kernels', which this wing does not import: `import txl_hf` has registered it.
+CACHES: dict[str, Any] = {"MemoryCache": MemoryCache, "StaticMemoryCache": OPERATORS.static_cache}
 # Configuration fields that the states of a text depend on. Sizes are left out, because the weights' shapes show them,
 # and the lengths that each call may choose.
 FIELDS = (
@@ -68,8 +69,7 @@ class HeldCache(NamedTuple):
                 f"past_key_values, a {kind}, are no filled {' or '.join(CACHES)}: give what a call with "
                 "use_cache=True returned"
             )
-        if cache.is_compileable:
-            cache.ring.unroll(cache.layers)
+        cache.sort_keys()
         mem_len, state = cache.layers[0].get_max_length() - 1, decoding_state_of(cache)
         tensors = {}
         for i, layer in enumerate(cache.layers):

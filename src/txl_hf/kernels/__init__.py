@@ -4,6 +4,15 @@ Importing this package registers them: attention backends by `attention_transfo_
 setting the fields of `attention_transfo_xl.OPERATORS`.
 """
 
-from . import attention_blocks, attention_cpu, attention_triton, decoding, operators, softmax
-
-__all__ = ["attention_blocks", "attention_cpu", "attention_triton", "decoding", "operators", "softmax"]
+from . import (  # noqa: F401 -- they register themselves with the model
+    attention_blocks,
+    attention_cpu,
+    attention_gpu,
+    attention_triton,
+    best_tokens,
+    cache_layer,
+    decoding,
+    operators,
+    softmax,
+    static_cache,
+)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..transfo_xl.attention_transfo_xl import AttentionInputs, Backend, eager_relative_attention, register
-from . import attention_triton  # noqa: F401  Its kernels are registered first, so that "auto" prefers them on a GPU.
+from . import attention_triton  # Its kernels are registered first, so that "auto" prefers them on a GPU.
 
 # Scores of a block, because more exceed the caches of a CPU; its fewest queries, because thinner products are slow.
 BLOCK_SCORES, BLOCK_QUERIES = 1 << 22, 64
@@ -23,7 +23,7 @@ BLOCK_SCORES, BLOCK_QUERIES = 1 << 22, 64
 def blockwise_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     """Attention with `future`, block by block; with a gradient, several blocks are each computed twice."""
     (B, H, L, _), K = inputs.query.shape, inputs.key.shape[2]
-    inputs = inputs.of_every_distance(spare=1)
+    inputs = attention_triton.of_every_distance(inputs, spare=1)
     rows = max(BLOCK_QUERIES, BLOCK_SCORES // (B * H * K))
     blocks = [slice(start, min(start + rows, L)) for start in range(0, L, rows)]
     if len(blocks) == 1:

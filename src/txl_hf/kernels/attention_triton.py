@@ -53,7 +53,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..transfo_xl.attention_transfo_xl import AttentionInputs, Backend, register, working_dtype
+from ..transfo_xl.attention_transfo_xl import AttentionInputs, Backend, first_repeated, register, working_dtype
 from .operators import is_transformed
 
 try:
@@ -81,6 +81,14 @@ def _why_not(inputs: AttentionInputs) -> str | None:
     if inputs.score_bias is not None:
         return "its kernels add no score_bias"
     return why_not_triton(inputs.query)
+
+
+def of_every_distance(inputs: AttentionInputs, spare: int = 0) -> AttentionInputs:
+    """The inputs with a row for each of the K + future distances in `rel_key` and `rel_bias`, and `spare` more."""
+    n = inputs.key.shape[2] + (inputs.future or 0) + spare
+    both = (inputs.rel_key, inputs.rel_bias)
+    rel_key, rel_bias = (None if rows is None else first_repeated(rows, n) for rows in both)
+    return inputs._replace(rel_key=rel_key, rel_bias=rel_bias)
 
 
 def is_default(query: Tensor) -> bool:
@@ -146,7 +154,7 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     """
     if inputs.scaling <= 0:
         raise ValueError(f"txl_triton cannot be used: scaling is {inputs.scaling}, not a positive number")
-    inputs = inputs.of_every_distance()
+    inputs = of_every_distance(inputs)
     query, dtype = inputs.query, working_dtype(inputs.query)
     if reason := why_not_triton(query.to(dtype)):
         raise ValueError(f"txl_triton cannot be used: {reason}")

@@ -28,9 +28,10 @@ from transformers.generation import (
 from transformers.utils import logging
 
 from ..transfo_xl.attention_transfo_xl import OPERATORS
-from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache, StaticMemoryCache, decoding_state_of, is_filled
+from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache, decoding_state_of, is_filled
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .captured import RECORDERS, Step, capture, why_not_captured
+from .static_cache import StaticMemoryCache
 
 logger = logging.get_logger(__name__)
 

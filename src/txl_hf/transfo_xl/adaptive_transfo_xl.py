@@ -1,15 +1,13 @@
 """Adaptive input and adaptive softmax over frequency-sorted bins of the vocabulary.
 
 The vocabulary is cut at `cutoffs` into bins; bin i has embeddings of width `d_embed // div_val**i`, projected to the
-width of the model (Baevski and Auli, 2019). In the softmax (Grave et al., 2017), bin 0 and one entry for each further
-bin ("cluster") form the head; the probability of a token in bin i is that of its cluster times that within the bin.
-
-With div_val = 1 all bins have one width and share one table of embeddings.
+width of the model (Baevski and Auli, 2019). With div_val = 1 all bins share one table. In the softmax (Grave et al.,
+2017), bin 0 and one entry for each further bin ("cluster") form the head; the probability of a token in bin i is that
+of its cluster times that within the bin.
 
 Every parameter is read in the forward of the module that owns it, so that offloading and sharding hooks see it.
 """
 
-import math
 from collections.abc import Callable
 from functools import reduce
 from numbers import Number
@@ -28,19 +26,13 @@ from .positions_transfo_xl import is_exporting
 
 logger = logging.get_logger(__name__)
 
-# `log_prob(top_k=…)` skips a cluster this much (in nats) below the k-th best token. The margin is needed because later
-# steps round: a temperature divides, beam search adds earlier scores, and neither may make different tokens equal.
-PRUNING_MARGIN = 1e-3
 # Logits up to which `plain_nll` computes the losses, because it is as fast for so few.
 FEW_LOGITS = 2**18
 
 
 class InputProjection(nn.Module):
-    """From the width of a bin, (..., d_i), to that of the model, (..., D).
-
-    This class and `OutputProjection` store (D, d_i), so that the two can be tied. They are no `nn.Linear`, because
-    code that adapts or replaces linear layers would change two tied modules differently.
-    """
+    """From the width of a bin, (..., d_i), to that of the model, (..., D). It can be tied to an `OutputProjection`; no
+    `nn.Linear`, because code that adapts or replaces those would change two tied modules differently."""
 
     def __init__(self, width: int, d_model: int):
         super().__init__()
@@ -58,11 +50,8 @@ class OutputProjection(InputProjection):
 
 
 class OutputLayer(nn.Module):
-    """A table of tokens, (n, d_i), with their biases, (n,). One table can serve all bins.
-
-    `layer(function, *arguments)` is `function(weight, bias, *arguments)`: functions of the softmax run in the forward
-    of the table, so that hooks run before its parameters are read.
-    """
+    """A table of tokens, (n, d_i), with their biases, (n,). `layer(function, *arguments)` is `function(weight, bias,
+    *arguments)`, so that hooks run before the parameters are read."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter):
         super().__init__()
@@ -114,37 +103,28 @@ class AdaptiveEmbedding(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        """The first table, or the first tied projection where no tables are tied.
-
-        Programs that shard the model (accelerate) keep the embedding and the softmax together if they share `weight`.
-        """
+        """The first table, or the first tied projection where no tables are tied: accelerate keeps modules that share
+        `weight` together."""
         tied = _first_tied_projection(self.config)
         projection = 0 if self.config.div_val == 1 else tied
         return self.get_parameter("emb_layers.0.weight" if tied is None else f"emb_projs.{projection}.weight")
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """
-        Args:
-            input_ids: (B, L) int, each in [0, V).
-
-        Returns:
-            (B, L, D).
+        """(B, L, D) of ids (B, L).
 
         Raises:
-            IndexError: an id is outside the vocabulary. A compiled call raises a RuntimeError, and does not check a
-                single token.
+            IndexError: an id is not in [0, V); a RuntimeError in a compiled call of several tokens.
         """
         _check_range(input_ids, self.config.vocab_size, "input_ids", IndexError)
         dtype = self.emb_layers[0].weight.dtype
         if len(self.emb_layers) == 1:
             return self.emb_projs[0](self.emb_layers[0](input_ids)).to(dtype) * self.scale
-        # Every bin embeds every token, and the right bin's result is kept, because the projections are small beside
-        # the layers, and selecting tokens by bin would make the host wait for the device once for each bin.
+        # Every bin embeds every token, because the host would wait for the device to select the tokens of each.
         parts = []
         for (start, end, _), embed, project in zip(self.bins, self.emb_layers, self.emb_projs, strict=True):
             place = input_ids - start
             inside = place.clamp(0, end - start - 1)
-            # Masked before the projection, because the tensor is narrower there, and without a bias zeros stay zeros.
+            # Masked before the projection, where the tensor is narrower, because without a bias zeros stay zeros.
             parts.append(project(embed(inside).masked_fill((place != inside)[..., None], 0)))
         # Under autocast the projections return a narrower type than the hidden states have.
         return reduce(torch.add, parts).to(dtype) * self.scale
@@ -161,7 +141,6 @@ class AdaptiveLogSoftmax(nn.Module):
             OutputLayer(nn.Parameter(torch.empty(tokens, width)), nn.Parameter(torch.zeros(tokens)))
             for tokens, width in _tables(config)
         )
-        # The softmax can have a projection for each bin though the tokens share one table.
         self.out_projs = nn.ModuleList(
             OutputProjection(width, config.d_model) if _is_projected(config, width) else nn.Identity()
             for _, _, width in config.bins
@@ -177,11 +156,7 @@ class AdaptiveLogSoftmax(nn.Module):
 
     @property
     def bias(self) -> nn.Parameter:
-        """The biases of all tokens, (V,), which belong to `weight`; programs that fuse head and loss (TRL) read both.
-
-        Raises:
-            AttributeError: the softmax is more than hidden states times one table: there are cutoffs or a projection.
-        """
+        """The biases of all tokens, (V,), which TRL reads. Raises an AttributeError with cutoffs or a projection."""
         if self.config.cutoffs or not isinstance(self.out_projs[0], nn.Identity):
             raise AttributeError("a softmax with cutoffs or projections is no single table with a bias")
         return self.get_parameter("out_layers.0.bias")
@@ -199,46 +174,22 @@ class AdaptiveLogSoftmax(nn.Module):
         return self.nll(hidden_states, targets, by_bin)
 
     def log_prob(self, hidden_states: Tensor, top_k: int | None = None) -> Tensor:
-        """
-        Args:
-            hidden_states: (..., D).
-            top_k: only the `top_k` most probable tokens of each row have to be exact. No token is more probable than
-                its cluster, so a cluster less probable than the k-th best token so far contains none of them: its bin
-                is not computed, and its probability is spread evenly over its tokens. The probabilities still sum to
-                1, and the k best tokens and their probabilities are those of the whole softmax. None: all tokens are
-                exact.
-
-        Returns:
-            Log-probabilities of the whole vocabulary, (..., V) fp32.
-        """
+        """Log-probabilities, (..., V) fp32, of hidden states (..., D), exact for the `top_k` most probable tokens of
+        each row at least; None: for all."""
+        if top_k is not None and OPERATORS.log_prob is not None:
+            return OPERATORS.log_prob(self, hidden_states, top_k)
         head = self.logits(hidden_states, 0).log_softmax(-1)
         if not self.config.cutoffs:
             return head
-        # On a CPU alone, which saves reading a table from memory, because the host would wait for any other device.
-        prunes = head.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
-        k = top_k if top_k is not None and prunes else 0
-        parts = [head[..., : self.config.cutoffs[0]]]
-        best = _best(parts[0], k)
-        for i, (start, end, _) in list(enumerate(self.bins))[1:]:
-            cluster = head[..., self.config.cutoffs[0] + i - 1, None]
-            if 0 < k == best.shape[-1] and (cluster < best[..., -1:] - PRUNING_MARGIN).all():
-                parts.append((cluster - math.log(end - start)).expand(*cluster.shape[:-1], end - start))
-                continue
-            parts.append(cluster + self.logits(hidden_states, i).log_softmax(-1))
-            if k > 0:
-                best = _best(torch.cat([best, _best(parts[-1], k)], dim=-1), k)
-        return torch.cat(parts, dim=-1)
+        first, clusters = head.tensor_split([self.config.cutoffs[0]], dim=-1)
+        bins = (self.logits(hidden_states, i).log_softmax(-1) for i in range(1, len(self.bins)))
+        return torch.cat([first, *(clusters[..., i, None] + words for i, words in enumerate(bins))], dim=-1)
 
     def nll(self, hidden_states: Tensor, targets: Tensor, by_bin: Any = None) -> Tensor:
-        """Negative log-likelihoods of the targets; a token's cost is that of the head and of its own bin only.
+        """Negative log-likelihoods, (N,) fp32, of targets (N,) in [0, V), or 0 where they are -100.
 
         Args:
-            hidden_states: (N, D).
-            targets: (N,) int in [0, V), or -100 to ignore.
-            by_bin: the result of `sort_targets(targets)`, if it was called before.
-
-        Returns:
-            (N,) fp32 in target order, 0 where ignored.
+            hidden_states: (N, D). by_bin: the result of `sort_targets(targets)`, if it was called before.
         """
         many = targets.numel() * self.config.vocab_size > FEW_LOGITS and not torch.jit.is_tracing()
         if many and OPERATORS.nll is not None:
@@ -246,11 +197,10 @@ class AdaptiveLogSoftmax(nn.Module):
         return self.plain_nll(hidden_states, targets)
 
     def sort_targets(self, targets: Tensor) -> Any:
-        """Check the targets, (N,), and prepare `nll` before the layers run, so that it need not wait for a GPU later.
+        """Check the targets, (N,), and prepare `nll` before the layers run, so that it need not wait for a GPU.
 
         Raises:
-            ValueError: a target is neither -100 nor in [0, V). A GPU raises a RuntimeError, later, and so may a
-                compiled call.
+            ValueError: a target is neither -100 nor in [0, V); a RuntimeError, later, on a GPU or in a compiled call.
         """
         _check_range(targets.masked_fill(targets == -100, 0), self.config.vocab_size, "labels", ValueError)
         many = targets.numel() * self.config.vocab_size > FEW_LOGITS
@@ -267,7 +217,7 @@ class AdaptiveLogSoftmax(nn.Module):
                 of_bin = (targets - start).masked_fill(~inside, -100)
                 nll = nll + F.cross_entropy(self.logits(hidden_states, i), of_bin, reduction="none")
             else:
-                # A bin without any token too, so that its parameters get a gradient (zero) on every process.
+                # Also without any token, so that its parameters get a gradient (zero) on every process.
                 rows = inside.nonzero()[:, 0]
                 logits, of_bin = self.logits(hidden_states[rows], i), targets[rows] - start
                 nll = nll.index_add(0, rows, F.cross_entropy(logits, of_bin, reduction="none"))
@@ -324,7 +274,7 @@ class TransfoXLVocabularyModel(PreTrainedModel):
         self.config.check_change("vocab_size", vocab_size)
         tokens = vocab_size if len(embeddings.emb_layers) == 1 else vocab_size - last_cutoff
         layer, head = embeddings.emb_layers[-1], getattr(self, "lm_head", None)
-        # Not with a single token, because it has no deviation from which new ones could be drawn.
+        # A single token has no deviation from which new ones could be drawn.
         mean_resizing = mean_resizing and len(layer.weight) > 1
         if head is not None:
             output = head.out_layers[-1]
@@ -384,11 +334,6 @@ def _logits(weight: Tensor, bias: Tensor, hidden_states: Tensor, start: int, end
     return OPERATORS.product(hidden_states, weight[start:end], bias[start:end])
 
 
-def _best(log_probs: Tensor, k: int) -> Tensor:
-    """The k highest of (..., n), or all of them if there are fewer, highest first."""
-    return log_probs.amax(-1, keepdim=True) if k == 1 else log_probs.topk(min(k, log_probs.shape[-1])).values
-
-
 def check_labels(labels: Tensor, size: int, of: str = "the vocabulary") -> None:
     """Raise a ValueError if a label is neither -100 nor in [0, size), the range that the message calls `of`."""
     _check_range(labels.masked_fill(labels == -100, 0), size, "labels", ValueError, of)
@@ -398,19 +343,18 @@ def _check_range(ids: Tensor, size: int, name: str, error: type[Exception], of: 
     if ids.is_meta or ids.numel() == 0 or torch.jit.is_tracing():
         return
     if torch.compiler.is_compiling():
-        # No assertion in exports (strict ones of torch 2.6 have it, because that cannot detect them), in vmap, or for
-        # single tokens, because a model has chosen these.
+        # No assertion in exports (except strict ones of torch 2.6), in vmap, or for single tokens, chosen by a model.
         looks = torch.compiler.is_dynamo_compiling() and not is_exporting() and ids.shape[-1] > 1
         if looks and not torch._C._functorch.is_batchedtensor(ids):
             inside = (ids >= 0) & (ids < size)
             torch._assert_async(inside.all(), f"{name} outside {of} [0, {size})")
         return
     if torch._C._functorch.is_functorch_wrapped_tensor(ids):
-        # No check under torch.func.vmap, because a call cannot read numbers that belong to many calls.
+        # Under torch.func.vmap numbers belong to many calls.
         return
     low, high = ids.aminmax()
     if ids.is_cuda:
-        # Asserted on the device, as for any embedding there, so that the host does not wait.
+        # So that the host does not wait.
         torch._assert_async((low >= 0) & (high < size), f"{name} outside {of} [0, {size})")
     elif low < 0 or high >= size:
         raise error(f"{name} holds {int(low if low < 0 else high)}, outside {of} [0, {size})")
@@ -422,8 +366,8 @@ def _check_range(ids: Tensor, size: int, name: str, error: type[Exception], of: 
 def targets_of(
     inputs: Tensor, attention_mask: Tensor | None, labels: Any = None, shift_labels: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """Targets of the first positions of a segment, int64, (B, L) of shift_labels or (B, L - 1) of labels, one of which
-    is given: as they are, and with -100 for padding (`without_padding`)."""
+    """Targets of the first positions of a segment, int64, (B, L) of shift_labels or (B, L - 1) of labels: as they are,
+    and with -100 for padding (`without_padding`)."""
     for name, given in (("shift_labels", shift_labels), ("labels", labels)):
         if given is not None:
             check_targets(name, given, inputs)
@@ -466,11 +410,7 @@ def check_numbers(num_items_in_batch: Any, logits_to_keep: Any = 0, inputs: Tens
 
 
 def labels_of_rows(labels: Tensor, rows: int, config: TransfoXLConfig) -> Tensor:
-    """Labels in the dtype by which transformers' loss distinguishes them: classes int64, numbers floating-point.
-
-    Raises:
-        ValueError: see `TransfoXLForSequenceClassification.forward`.
-    """
+    """Labels in the dtype by which transformers' loss distinguishes them: classes int64, numbers floating-point."""
     num_labels = config.num_labels
     are_classes = config.problem_type == "single_label_classification"
     if config.problem_type is None:
@@ -491,10 +431,7 @@ def labels_of_rows(labels: Tensor, rows: int, config: TransfoXLConfig) -> Tensor
 
 
 def mean_loss(losses: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    """The sum of the losses over the number of targets, or of a whole step's items; 0 without any target.
-
-    With a model on several GPUs, targets and counts may be on another GPU than the losses.
-    """
+    """The sum of the losses over the number of targets, or of a step's items, on any GPU; 0 without any target."""
     count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
     count = count.clamp(min=1).to(losses.device) if isinstance(count, Tensor) else max(count, 1)
     return losses.sum() / count

@@ -11,15 +11,11 @@ shifted into place (Appendix B).
 
 Shapes: B batch, H heads, Dh head width, L queries (the segment), K = m + L keys (memory, then segment).
 
-`BACKENDS` has all implementations. The package adds kernels through transformers' `AttentionInterface`, because that
-is global, so that a copy of this file beside weights finds them too; `OPERATORS` has the other operations of the model
-that the package computes faster.
+`BACKENDS` has all implementations; `OPERATORS` has the model's other operations that the package computes faster.
 """
 
-import contextlib
 import functools
 import math
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.utils import logging
 
@@ -36,7 +32,7 @@ from .masks_transfo_xl import can_look
 
 logger = logging.get_logger(__name__)
 
-# The number of shapes that FlexAttention is compiled for; PyTorch's limit is 8, which a growing memory exceeds.
+# Shapes that FlexAttention is compiled for; PyTorch's limit is 8, which a growing memory exceeds.
 FLEX_LENGTHS = 64
 FLEX_WIDTH_ON_CPU = 32
 # Kinds of devices without autocast. PyTorch 2.11 cannot compile `torch.amp.is_autocast_available`.
@@ -50,20 +46,19 @@ class AttentionInputs(NamedTuple):
         query: (B, H, L, Dh). key, value: (B, H, K, Dh), K ≥ L; the queries are the last L of the K keys' positions.
         scaling: factor of all scores.
         dropout: probability of dropping an attention probability.
-        rel_key: (H, n, Dh), n ≤ K, W_R R with the furthest distance first: row c belongs to distance n - 1 - c, and
-            the first row also to every further distance, as `clamp_len` has it. None: no term depends on the distance.
+        rel_key: (H, n, Dh), n ≤ K, W_R R: row c belongs to distance n - 1 - c, and the first row also to every further
+            distance. None: no term depends on the distance.
         content_bias: (H, Dh), u. position_bias: (H, Dh), v.
         rel_bias: (H, n), a learned score per distance, rows as in `rel_key`.
         key_mask: (B, K) bool, False where a key is not attended to.
         window: the furthest distance a query sees; None: all keys up to itself.
         future: how many keys after itself a query sees, as in encoders: the last `future` rows of `rel_key` and
-            `rel_bias` belong to the distances -1 … -future. None: no key after itself, and no rows for any.
-        first_key: (B, L) int, the first key that a query sees: where its document begins. It never decreases along a
-            row, nor exceeds the query's own key. None: 0.
-        order: (K,) int, with L = 1: the place in time of each key and value, 0 the oldest, where they are in another
-            order, as in a ring; distances, mask and first key are in order of time. None: keys and values are too.
-        hidden: the result of `hidden_keys` for these inputs, which the layers of a call share; None: not computed yet.
-            With `future` any (B or 1, 1, L, K) bool; a query that sees nothing takes the mean of all values.
+            `rel_bias` belong to the distances -1 … -future. None: no key after itself.
+        first_key: (B, L) int, never decreasing: the first key that a query sees, of its document. None: 0.
+        order: (K,) int, with L = 1: the place in time of each key and value, 0 the oldest. Distances, mask and first
+            key are in order of time. None: keys and values are too.
+        hidden: the result of `hidden_keys` for these inputs; None: not computed yet. With `future` any (B or 1, 1, L,
+            K) bool; a query that sees nothing takes the mean of all values.
         score_bias: (B or 1, H or 1, L, K), with `future` alone: added to the scores, not scaled.
     """
 
@@ -92,13 +87,6 @@ class AttentionInputs(NamedTuple):
         window, key_mask, device, future = self.window, self.key_mask, self.query.device, self.future
         return hidden_keys(*lengths, window, key_mask, device, self.first_key, self.order, future, queries)
 
-    def of_every_distance(self, spare: int = 0) -> "AttentionInputs":
-        """The inputs with a row for each of the K + future distances in `rel_key` and `rel_bias`, and `spare` more."""
-        n = self.key.shape[2] + (self.future or 0) + spare
-        both = (self.rel_key, self.rel_bias)
-        rel_key, rel_bias = (None if rows is None else first_repeated(rows, n) for rows in both)
-        return self._replace(rel_key=rel_key, rel_bias=rel_bias)
-
 
 @dataclass(frozen=True)
 class Backend:
@@ -107,12 +95,12 @@ class Backend:
     Args:
         name: the value of `attn_implementation`.
         run: `AttentionInputs` → the attended values (B, H, L, Dh), and the probabilities (B, H, L, K) or None.
-        why_not: `AttentionInputs` → the reason why the backend cannot compute these, so that `"auto"` does, or None.
+        why_not: `AttentionInputs` → the reason why `"auto"` has to compute these, or None.
         suits: `AttentionInputs` → whether `"auto"` chooses this backend for these.
-        follows_order: whether keys may be stored in the order of a ring (`AttentionInputs.order`).
-        needs_hidden: whether the backend reads `AttentionInputs.hidden`; if not, the call does not compute that.
+        follows_order: whether it takes `AttentionInputs.order`.
+        needs_hidden: whether it reads `AttentionInputs.hidden`.
         captures: whether a CUDA graph may contain it.
-        both_ways: whether queries may see keys after themselves (`AttentionInputs.future`).
+        both_ways: whether it takes `AttentionInputs.future`.
     """
 
     name: str
@@ -149,14 +137,12 @@ def relative_attention(
     module: nn.Module | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Multi-head attention with relative positions; the queries are the last L of the K keys' positions.
+    """Multi-head attention with relative positions.
 
     Args:
-        query, key, value, rel_key, content_bias, position_bias, and in `options` dropout, rel_bias, key_mask, window,
-            future, first_key, order, hidden, score_bias: see `AttentionInputs`.
-        scaling: factor of all scores, by default Dh ** -0.5.
-        implementation: the name of a backend (`find_backend`). Inputs that it refuses go to `"auto"`, with one
-            warning.
+        query, key, value, rel_key, content_bias, position_bias, and `options`: see `AttentionInputs`.
+        scaling: by default Dh ** -0.5.
+        implementation: the name of a backend. Inputs that it refuses go to `"auto"`, with one warning.
         module: the layer's attention, for a function of `AttentionInterface`.
 
     Returns:
@@ -193,13 +179,13 @@ def relative_shift(scores: Tensor) -> Tensor:
     """Align scores per distance with keys (Appendix B): another view of the same numbers, without a copy.
 
     Args:
-        scores: (..., L, K + 1); column c belongs to distance K - c, and column 0 is spare: it makes each row of K
-            entries start one entry earlier than the row above it.
+        scores: (..., L, K + 1); column c belongs to distance K - c. Column 0 is spare: it makes each row of K entries
+            start one entry earlier than the row above it.
 
     Returns:
-        (..., L, K) whose entry (i, j) is `scores[..., i, j + L - i]`, the score of distance i + (K - L) - j. Entries
-        of keys after the query, j > i + K - L, are meaningless. With f more columns, of distances -1 … -f, the result
-        is (..., L, K + f); meaningless are then keys more than f after the query, and the last f columns.
+        (..., L, K) whose entry (i, j) is `scores[..., i, j + L - i]`, the score of distance i + (K - L) - j;
+        meaningless where j > i + K - L. With f more columns, of distances -1 … -f: (..., L, K + f), meaningless for
+        keys more than f after the query, and in the last f columns.
     """
     L, K = scores.shape[-2], scores.shape[-1] - 1
     return scores.flatten(-2)[..., L:].unflatten(-1, (L, K))
@@ -223,11 +209,10 @@ def eager_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
 
 
 def position_scores(inputs: AttentionInputs) -> Tensor | None:
-    """(b) + (d), or (b) and a score per distance, or such scores: (B, H, L, K). None: no score depends on
-    distances."""
+    """The scores that depend on distances, (B, H, L, K); None: none does."""
     query, rel_key, rel_bias = inputs.query, inputs.rel_key, inputs.rel_bias
     (B, _, L, _), K = query.shape, inputs.key.shape[2]
-    # The spare column may hold anything, so it repeats a row, which takes less time than zeros.
+    # The spare column repeats a row, which takes less time than zeros.
     columns = K + (inputs.future or 0) + 1
     if rel_key is None:
         if rel_bias is None:
@@ -245,12 +230,12 @@ def position_scores(inputs: AttentionInputs) -> Tensor | None:
         scores = scores + rel_bias[:, None, None].to(scores.dtype) * inputs.scaling
     if shifts:
         return relative_shift(scores)[..., :K].transpose(0, 1)
-    # For one query the scores are repeated instead of the rows, because reading a row takes longer than its product.
+    # The scores are repeated instead of the rows, because reading a row takes longer than its product.
     return in_order(first_repeated(scores, K, dim=-1), inputs).transpose(0, 1)
 
 
 def in_order(by_time: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Scores (…, L, K) of keys in order of time, rearranged to the order in which the keys are stored."""
+    """Scores (…, L, K) of keys in order of time, in the order in which the keys are stored."""
     return by_time if inputs.order is None else by_time.index_select(-1, inputs.order)
 
 
@@ -260,8 +245,8 @@ def add_bias(query: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def hide(scores: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Add `score_bias` to the scores (B, H, L, K), and set those of keys that a query does not see to minus infinity,
-    or with `future` to the lowest number of their type, so that a query that sees nothing has equal scores."""
+    """The scores (B, H, L, K) plus `score_bias`, minus infinity where a key is not seen; with `future` the lowest
+    number of their type, so that a query that sees nothing has equal scores."""
     if inputs.score_bias is not None:
         scores = scores + inputs.score_bias
     hidden = inputs.hidden_keys() if inputs.hidden is None else inputs.hidden
@@ -295,14 +280,12 @@ def hidden_keys(
     """Which of the last keys each query does not attend to, in the order in which keys and values are stored.
 
     Args:
-        query_length: L. key_length: K.
-        window, key_mask, first_key, order, future: see `AttentionInputs`.
+        query_length: L. key_length: K. window, key_mask, first_key, order, future: see `AttentionInputs`.
         queries: a range of the L queries; others than all need `future`.
 
     Returns:
         (B or 1, 1, L, n) bool, a row for each of the `queries`, for the last n keys (n = L where the future alone is
-        hidden); None: nothing is hidden. A query always sees itself, so that no softmax is empty; outputs of padded
-        queries are never read.
+        hidden); None: nothing is hidden. A query always sees itself, so that no softmax is empty.
     """
     if window is None and key_mask is None and first_key is None:
         if query_length == 1 or (future is not None and future >= query_length - 1):
@@ -326,12 +309,8 @@ def hidden_keys(
 
 
 def keep_documents_apart(inputs: AttentionInputs) -> tuple[AttentionInputs, Tensor | None]:
-    """Keep non-finite numbers within their document, because a weight of 0 times NaN would be NaN in the next one.
-
-    Returns:
-        The inputs with zeros for keys and values that are not finite; and (B, 1, L, 1) bool, which queries see such a
-        key, so that their output has to be NaN; None: none does.
-    """
+    """The inputs with zeros for keys and values that are not finite, because 0 times NaN is NaN in later documents;
+    and (B, 1, L, 1) bool, which queries see such a key, so that their output has to be NaN; None: none does."""
     key, value, first_key = inputs.key, inputs.value, inputs.first_key
     assert first_key is not None, "documents begin"
     # A sum as the check, because it reads each number once and writes none.
@@ -354,7 +333,7 @@ def keep_documents_apart(inputs: AttentionInputs) -> tuple[AttentionInputs, Tens
 
 
 def additive_mask(inputs: AttentionInputs) -> Tensor:
-    """(b) + (d), scaled: (B, H, L, K), to be added to (a) + (c); minus infinity where a key is not seen."""
+    """(b) + (d), scaled, (B, H, L, K); minus infinity where a key is not seen."""
     by_distance = position_scores(inputs)
     if by_distance is not None:
         return hide(by_distance, inputs)
@@ -363,24 +342,10 @@ def additive_mask(inputs: AttentionInputs) -> Tensor:
 
 
 def sdpa_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
-    """PyTorch's scaled_dot_product_attention, with (b) + (d) as its additive mask."""
+    """PyTorch's `scaled_dot_product_attention`, with (b) + (d) as its mask."""
     query, mask = add_bias(inputs.query, inputs.content_bias), additive_mask(inputs)
-    attend = attend_on_gpu if query.is_cuda else F.scaled_dot_product_attention
-    return attend(query, inputs.key, inputs.value, mask, dropout_p=inputs.dropout, scale=inputs.scaling), None
-
-
-_CHOOSING_KERNEL = threading.Lock()
-
-
-def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """PyTorch's attention by its memory-efficient kernel, which takes an additive mask and heads whose width is a
-    multiple of eight. Not by cuDNN's kernel, whose plan for every number of keys takes longer than the attention."""
-    width = query.shape[-1]
-    query, key, value = widened(-width % 8, query, key, value)
-    # A lock, because `sdpa_kernel` sets the choice for all threads of the process; a compiled graph contains its own.
-    choosing = contextlib.nullcontext() if torch.compiler.is_compiling() else _CHOOSING_KERNEL
-    with choosing, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        return F.scaled_dot_product_attention(query, key, value, mask, **options)[..., :width]
+    options = {"dropout_p": inputs.dropout, "scale": inputs.scaling}
+    return OPERATORS.scaled_dot_product_attention(query, inputs.key, inputs.value, mask, **options), None
 
 
 def widened(missing: int, *heads: Tensor) -> tuple[Tensor, ...]:
@@ -444,8 +409,8 @@ def choose_backend(inputs: AttentionInputs) -> Backend:
             return backend
     query = inputs.query
     if query.device.type == "cpu":
-        # PyTorch's fused path on CPU takes no additive mask that needs a gradient. With dropout the choice ignores
-        # gradients, because checkpointing runs forward first without one and must draw alike.
+        # PyTorch's fused path on CPU takes no mask that needs a gradient. With dropout the choice ignores gradients,
+        # because checkpointing runs forward first without one and must draw alike.
         trained = inputs.rel_key is not None and (needs_gradient(query) or inputs.dropout > 0)
         return BACKENDS["eager" if trained else "sdpa"]
     # Eager for one query, because plain products of few scores are as fast, and need no plan for each number of keys.
@@ -461,8 +426,8 @@ BACKENDS = {
         Backend("flex_attention", flex_relative_attention, why_not=_why_not_flex, follows_order=True, both_ways=True),
     )
 }
-# If the package was imported first, a copy of this file beside weights uses its kernels too. An attribute identifies
-# them, because their class is the package's `Backend`, not the copy's.
+# In a copy of this file beside weights: the kernels of the package, if it was imported first. An attribute identifies
+# them, because their class is the package's `Backend`.
 BACKENDS |= {name: entry for name, entry in ALL_ATTENTION_FUNCTIONS.items() if hasattr(entry, "suits")}
 
 
@@ -473,8 +438,7 @@ def register(backend: Backend) -> None:
 
 
 def find_backend(name: str, module: nn.Module | None = None) -> Backend:
-    """The backend of this name: from `BACKENDS`, registered by the package, or made from a user's function in
-    transformers' `AttentionInterface`, whose mask is (b) + (d), (B, H, L, K), minus infinity where a key is not seen.
+    """The backend of this name, or one of a user's function in `AttentionInterface`, with `additive_mask` as its mask.
 
     Raises:
         ValueError: no backend has the name, or the function is transformers' own, which would leave out the distances.
@@ -512,8 +476,7 @@ def working_dtype(states: Tensor) -> torch.dtype:
 
 
 class Operators:
-    """The model's other operations in their plain form; `txl_hf.kernels` sets faster functions with the same
-    results."""
+    """The model's other operations in their plain form; `txl_hf.kernels` sets faster ones with the same results."""
 
     @staticmethod
     def linear(layer: nn.Module, states: Tensor) -> Tensor:
@@ -527,26 +490,33 @@ class Operators:
             states = torch.cat([memory.to(states.dtype), states], dim=1)
         return [layer(states) for layer in layers]
 
-    @staticmethod
-    def product(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """(…, k), (n, k) and (n,) → (…, n)."""
-        return F.linear(states, weight, bias)
-
-    @staticmethod
-    def matmul(a: Tensor, b: Tensor) -> Tensor:
-        """a @ b: (…, L, k) and (…, k, n) → (…, L, n)."""
-        return a @ b
+    # (…, k), (n, k) and (n,) → (…, n).
+    product: Callable[..., Tensor] = staticmethod(F.linear)
+    # (…, L, k) and (…, k, n) → (…, L, n).
+    matmul: Callable[..., Tensor] = staticmethod(torch.matmul)
+    scaled_dot_product_attention: Callable[..., Tensor] = staticmethod(F.scaled_dot_product_attention)
 
     @staticmethod
     def keep_layout(rel_key: Tensor) -> Tensor:
         """(H, n, Dh) in the layout in which a cache stores it, for many products with one query."""
         return rel_key.contiguous()
 
-    # The softmax's losses of many logits, block by block: see `AdaptiveLogSoftmax.nll`. None: all logits at once.
+    # Losses of many logits, block by block: see `AdaptiveLogSoftmax.nll`. None: all logits at once.
     sort_targets: Callable[..., Any] | None = None
     nll: Callable[..., Tensor] | None = None
     # `generate` by a CUDA graph, see `GenerationMixin._sample`. None, or a result of None: by transformers' loop.
     decode: Callable[..., Tensor | None] | None = None
+    # Log-probabilities of which the best are exact, see `AdaptiveLogSoftmax.log_prob`. None: all are.
+    log_prob: Callable[..., Tensor] | None = None
+    # M + 1 → a layer of `MemoryCache`.
+    cache_layer: Callable[[int], Any] = DynamicSlidingWindowLayer
+    # (configuration, M) → the cache of `cache_implementation="static"`. None: transformers' own.
+    static_cache: Callable[..., Any] | None = None
+
+    @staticmethod
+    def loop_options(processors: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Further arguments of the model in a loop of `generate`: `logits_top_k` where few tokens can be chosen."""
+        return {}
 
     @staticmethod
     def dropout(module: nn.Module, states: Tensor) -> Tensor:

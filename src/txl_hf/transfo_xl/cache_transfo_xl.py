@@ -1,10 +1,6 @@
-"""The memory as keys and values that layers have projected: caches of it for decoding, and their masks.
+"""The memory as projected keys and values: caches, of any class of `transformers`, their masks, and other state.
 
-Caches of any class of `transformers` work. A `DecodingState` on the cache has the other state of decoding. A
-`StaticMemoryCache` has tensors at fixed addresses, as a graph needs it: the newest key overwrites the oldest (`Ring`),
-and the scores of distances are rearranged to the order of the slots (`AttentionInputs.order`).
-
-Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, S = M + 1 slots, H heads, Dh = `d_head`.
+Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys, H heads, Dh = `d_head`.
 """
 
 import inspect
@@ -17,25 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, GenerationMixin, StaticCache
-from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
+from transformers import Cache, DynamicCache, GenerationMixin
 
-from .attention_transfo_xl import working_dtype
+from .attention_transfo_xl import OPERATORS, working_dtype
 from .configuration_transfo_xl import TransfoXLConfig
 from .masks_transfo_xl import make_key_mask, zeros_in_front
 from .positions_transfo_xl import Distances
 
-# The name under which `generate` passes a cache to a model and finds it in outputs: from transformers 5.24 on `cache`.
+# The name by which `generate` passes a cache and finds it in outputs: from transformers 5.24 on `cache`.
 _BY_GENERATE = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE_NAME = "cache" if "cache" in _BY_GENERATE else "past_key_values"
 
 
 def chosen_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
-    """The cache argument of a call, by either of its names.
-
-    Raises:
-        ValueError: both names are given, or the value is no cache of a decoder.
-    """
+    """The cache argument of a call, by either of its names; a ValueError for both, or for no cache of a decoder."""
     if past_key_values is not None and cache is not None:
         raise ValueError("past_key_values and cache are two names of one thing: give one of them")
     given = past_key_values if cache is None else cache
@@ -47,211 +38,19 @@ def chosen_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | 
     return given
 
 
-def _view_of_buffer(name: str) -> property:
-    """Keys or values of a `MemoryCacheLayer`, (B, H, ≤ M, Dh); None before the first update.
-
-    Setting them leaves no room, because states that are set (reordered, cropped, moved) are no view of the buffer.
-    """
-
-    def set_states(layer: "MemoryCacheLayer", states: Tensor):
-        setattr(layer, name, states)
-        layer._room = 0
-
-    return property(lambda layer: getattr(layer, name), set_states)
-
-
-class MemoryCacheLayer(DynamicSlidingWindowLayer):
-    """A sliding layer that does not copy its M keys for every token.
-
-    The keys are stored in a buffer with room for M more after them, so that a token is written once; when the room is
-    used up, the last M are copied to the front of a new buffer. Everything except `update` is the sliding layer's.
-    """
-
-    keys, values = _view_of_buffer("_keys"), _view_of_buffer("_values")
-    _buffers: list[Tensor]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append (B, H, L, Dh) keys and values to those of the memory; return all, and store the last M."""
-        length, memory_length = key_states.shape[2], self.sliding_window - 1
-        fits = length <= self._room and _may_write(self._buffers[0]) and self._buffers[0].dtype == key_states.dtype
-        if self.record_past or not fits:
-            found = super().update(key_states, value_states, *args, **kwargs)
-            # No room with gradients, because keys that a backward pass may need are not written to.
-            if not self.record_past and not torch.is_grad_enabled():
-                self._buffers = [F.pad(states, (0, 0, 0, memory_length)) for states in (self.keys, self.values)]
-                self._keep(self.keys.shape[2], self.keys.shape[2], memory_length)
-            return found
-        self.cumulative_length += length
-        seen, end, room = self.keys.shape[2] + length, self._end + length, self._room - length
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer.narrow(2, self._end, length).copy_(states)
-        self._keep(min(seen, memory_length), end, room)
-        keys, values = (buffer.narrow(2, end - seen, seen) for buffer in self._buffers)
-        return keys, values
-
-    def _keep(self, length: int, end: int, room: int):
-        """Let keys and values be the last `length` up to column `end` of the buffers, behind which there is room."""
-        # `narrow`, because it takes a third of the time of an index, in each layer for each token.
-        self.keys, self.values = (buffer.narrow(2, end - length, length) for buffer in self._buffers)
-        self._end, self._room = end, room
-
-
-class Ring:
-    """The slot of the newest key, which the rings of all layers share.
-
-    Attributes:
-        slots: S.
-        is_turning: whether tokens are written one by one, into the slot `newest`, since the slots were in order.
-        newest: (1,) int, the slot of the newest key; after a call of several tokens the last slot, so that the slots
-            are in order of time.
-        turned: how many tokens have been written one by one. The count is on the device, because a GPU's graph would
-            be captured again for every value of a number on the host.
-    """
-
-    newest: Tensor
-    _place: Tensor
-    _skipped: Tensor
-    _before: Tensor
-
-    def __init__(self, slots: int):
-        self.slots = slots
-        self.is_turning = self._is_placed = False
-
-    def place(self, device: torch.device):
-        """Allocate the tensors on the device, once, because a graph reads fixed addresses."""
-        if self._is_placed:
-            return
-        self.newest = torch.full((1,), self.slots - 1, device=device)
-        # `_place` counts the steps of the ring, so that the newest key is in slot `_place` modulo `slots`; `_skipped`
-        # counts the steps that wrote no token. `_before` has the slot before each slot.
-        self._place, self._skipped = self.newest.clone(), self.newest.clone()
-        self._before = torch.arange(-1, self.slots - 1, device=device)
-        for tensor in (self.newest, self._place, self._skipped, self._before):
-            static_address(tensor)
-        self._is_placed = True
-
-    @property
-    def turned(self) -> int:
-        return int(self._place - self._skipped) if self._is_placed else 0
-
-    def turn(self) -> Tensor:
-        """Advance by a slot, for one token of all layers.
-
-        Returns:
-            (S,) int, the place in time of each slot's key once the token has been written: 0 is the oldest.
-        """
-        self.is_turning = True
-        torch.remainder(self._place.add_(1), self.slots, out=self.newest)
-        return (self._before - self.newest).remainder(self.slots)
-
-    def unroll(self, layers: Sequence["RingLayer"]):
-        """Sort the keys of all layers by time, the newest last; this call does not turn the ring."""
-        if not self.is_turning:
-            return
-        by_time = (self.newest + self._before + 2).remainder(self.slots)
-        for layer in layers:
-            for states in (layer.keys, layer.values):
-                states.copy_(states.index_select(2, by_time.to(states.device)))
-        rest = self.slots - 1 - self.newest
-        self._place.add_(rest)
-        self._skipped.add_(rest)
-        self.newest.fill_(self.slots - 1)
-        self.is_turning = False
-
-    def reset(self):
-        """Return to the state before any token was written one by one."""
-        self.is_turning = False
-        if self._is_placed:
-            for tensor in (self.newest, self._place, self._skipped):
-                tensor.fill_(self.slots - 1)
-
-
-class RingLayer(StaticLayer):
-    """The keys and values of a layer in the slots of a ring: (B, H, S, Dh) each.
-
-    Before `Ring.turn` the last M slots hold the memory, in order of time.
-
-    Attributes:
-        is_filled: whether anything has been written.
-        written_together: tokens written several at a time; `Ring` counts the others.
-    """
-
-    is_sliding = True
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, ring: Ring):
-        super().__init__(max_cache_len=ring.slots)
-        self.ring = ring
-        self.is_filled = False
-        self.written_together = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        self.ring.place(key_states.device)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write (B, H, L, Dh) keys and values; return all that a query may see.
-
-        After `Ring.turn`, with L = 1, these are the S slots in their order. Otherwise they are the memory, then the
-        segment, in order of time, or in the first call the given keys alone, which contain the memory.
-        """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if self.ring.is_turning:
-            slot = self.ring.newest.to(self.keys.device)
-            self.keys.index_copy_(2, slot, key_states)
-            self.values.index_copy_(2, slot, value_states)
-            return self.keys, self.values
-        is_first, self.is_filled = not self.is_filled, True
-        self.written_together += key_states.shape[2]
-        found = []
-        for kept, states in ((self.keys, key_states), (self.values, value_states)):
-            memory = kept[:, :, 1:]
-            found.append(states if is_first else torch.cat([memory, states], dim=2))
-            memory.copy_(found[-1][:, :, -memory.shape[2] :])
-        return found[0], found[1]
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove no token: 0 is the only number possible.
-
-        Raises:
-            NotImplementedError: another number, because the overwritten keys are lost.
-        """
-        if tokens_to_remove != 0:
-            raise NotImplementedError(
-                "a static cache takes no tokens back: what they replaced is gone; use a MemoryCache"
-            )
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.max_cache_len - 1 + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.written_together + self.ring.turned
-
-    def reset(self) -> None:
-        super().reset()
-        self.ring.reset()
-        self.is_filled, self.written_together = False, 0
-
-
 @dataclass
 class DecodingState:
-    """State of decoding beside the keys and values of a cache: its attribute `decoding_state`.
+    """State beside the keys and values of a cache: its attribute `decoding_state`.
 
     Args:
-        initial_length: how many states of memory the cache started from. They are older than the text.
-        key_mask: which keys are real; None: all of them. On a growing cache (B, n) bool, of the n keys up to token
-            `end` of the text; later keys are real. On a static cache (B, m) bool, of its present keys; compiled graphs
-            write into this tensor.
-        end: see `key_mask`.
-        padding: (B,) int, how many tokens in front of each row's text are padding that the cache holds as zero
-            states, see `OpenPadding`; None: none.
+        initial_length: how many states of memory, older than the text, the cache started from.
+        key_mask: which keys are real; None: all. On a growing cache (B, n) bool, of the n keys up to token `end` of
+            the text; later ones are real. On a static cache (B, m) bool, into which compiled graphs write.
+        padding: (B,) int, tokens of padding that the cache holds as zero states, see `OpenPadding`; None: none.
         distances: for each layer the nearest `reach` distances, for calls with this `clamp_len`.
         rel_keys: for each layer, by its number, W_R R of these distances, (H, n, Dh).
-        made_with: weak references to the layers' weights W_R that projected `rel_keys`.
-        versions: of these weights, and the other values that a projection depends on, see `has_distances`.
-        projected: the most distances of a product so far; kept, because products of fewer may round differently.
+        made_with, versions: weak references to the weights W_R of `rel_keys`, and what `has_distances` compares.
+        projected: the most distances of a product so far, because products of fewer may round differently.
     """
 
     initial_length: int = 0
@@ -267,12 +66,8 @@ class DecodingState:
     versions: Any = None
 
     def has_distances(self, reach: int, clamp_len: int, weights: list[Tensor | None], others: Any) -> bool:
-        """Whether distances are stored that these weights projected with their present values; others are dropped.
-
-        Args:
-            weights: W_R of each layer; None where it has none, or none that is a tensor.
-            others: other values that a projection depends on.
-        """
+        """Whether distances are stored that these weights, W_R of each layer or None, projected with their present
+        values, and with `others`, on which a projection depends too; distances of another origin are dropped."""
         # A graph cannot compare weights. A tensor of inference mode has no version, so that it may have changed.
         graph = torch.compiler.is_compiling()
         tensors = [] if graph else [weight for weight in weights if isinstance(weight, Tensor)]
@@ -284,26 +79,6 @@ class DecodingState:
         self.distances, self.reach, self.clamp_len, self.rel_keys = None, reach, clamp_len, {}
         self.made_with, self.versions = [weakref.ref(weight) for weight in tensors], (others, versions)
         return False
-
-    def crop_distances(self, reach: int):
-        """Keep the nearest `reach` distances of a static cache, as many as its compiled step reads."""
-        if self.distances is None or self.reach <= reach:
-            return
-        # By identity, because layers may share a tensor, which is cropped once.
-        cropped: dict[int, Tensor] = {}
-
-        def crop(rows: Tensor | None, dim: int) -> Any:
-            if rows is not None and id(rows) not in cropped:
-                length = min(reach, rows.shape[dim])
-                cropped[id(rows)] = static_address(rows.narrow(dim, -length, length).contiguous())
-            return None if rows is None else cropped[id(rows)]
-
-        self.reach = reach
-        self.distances = [
-            of_layer._replace(positions=crop(of_layer.positions, 0), rel_bias=crop(of_layer.rel_bias, 1))
-            for of_layer in self.distances
-        ]
-        self.rel_keys = {layer: crop(rows, 1) for layer, rows in self.rel_keys.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodingState":
         # Copies of a cache share the distances, because nothing writes into them.
@@ -344,12 +119,9 @@ def _pick_rows(method: str, layers: Sequence[Any], state: DecodingState, rows: T
             setattr(state, name, pick(of_rows, rows))
 
 
-class _ProjectedMemory(Cache):
-    """Base class of the caches of this package.
-
-    Its length is that of the text, without the memory from before the text, because `generate` skips as many tokens of
-    its input.
-    """
+class ProjectedMemory(Cache):
+    """Base class of the caches of this package. Its length is that of the text, without the memory before the text,
+    because `generate` skips as many tokens of its input."""
 
     decoding_state: DecodingState
 
@@ -365,56 +137,43 @@ class _ProjectedMemory(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return super().get_seq_length(layer_idx) - self.decoding_state.initial_length
 
+    def is_filled(self) -> bool:
+        """Whether it has any keys, also those of a memory whose text was cropped."""
+        return self.decoding_state.initial_length + self.get_seq_length() > 0
+
+    def order_of_keys(self, segment_length: int, key_length: int, may_differ: bool) -> Tensor | None:
+        """`AttentionInputs.order`, (K,) int, of the keys that the next call returns; None, and always unless they
+        `may_differ`: order of time."""
+        return None
+
+    def end_call(self, mem_len: int) -> None:
+        """Prepare the next call, after one whose memory has `mem_len` states at most."""
+
+    def sort_keys(self) -> None:
+        """Sort the keys of all layers by time, where they are in another order."""
+
     def reset(self):
         super().reset()
         self.decoding_state = DecodingState()
 
 
-class MemoryCache(_ProjectedMemory, DynamicCache):
+class MemoryCache(ProjectedMemory, DynamicCache):
     """A cache for the projected memory of every layer, empty at first, that grows until it holds M keys."""
 
     def __init__(self, config: TransfoXLConfig, mem_len: int | None = None):
         """`config` is the model's. `mem_len` is M, at least 1; None: `config.mem_len`."""
         super().__init__(config=config)
         window = 1 + (config.mem_len if mem_len is None else mem_len)
-        self.layers = [MemoryCacheLayer(window) for _ in range(config.n_layer)]
+        self.layers = [OPERATORS.cache_layer(window) for _ in range(config.n_layer)]
         self.decoding_state = DecodingState()
-
-
-class StaticMemoryCache(_ProjectedMemory, StaticCache):
-    """A cache whose tensors never move nor change their shapes, so that one graph serves every token: see `Ring`.
-
-    It starts full, with masked states where there is no memory. `generate(cache_implementation="static")` takes it.
-    Masked keys stay masked, except those that an `attention_mask` of all keys hides in a compiled call: give that mask
-    to each compiled call.
-    """
-
-    def __init__(self, config: TransfoXLConfig, mem_len: int | None = None):
-        """`config` is the model's. `mem_len` is M, at least 1; None: `config.mem_len`."""
-        slots = 1 + (config.mem_len if mem_len is None else mem_len)
-        super().__init__(config=config, max_cache_len=slots)
-        self.ring = Ring(slots)
-        self.layers = [RingLayer(self.ring) for _ in range(config.n_layer)]
-        self.decoding_state = DecodingState()
-
-    def order_of_keys(self, segment_length: int, key_length: int, can_turn: bool) -> Tensor | None:
-        """`AttentionInputs.order`, (K,) int or None, of the keys that the next call returns.
-
-        Args:
-            can_turn: whether keys may be out of order of time at all.
-        """
-        if can_turn and self.layers[0].is_filled and segment_length == 1 and key_length == self.ring.slots:
-            return self.ring.turn()
-        self.ring.unroll(self.layers)
-        return None
 
 
 def attach_state(cache: Cache, state: DecodingState) -> None:
-    """Attach the state to a cache, whose methods select rows of masks with rows of keys from now on."""
+    """Attach the state to a cache, which selects rows of masks with rows of keys from now on."""
     cache.decoding_state = state
-    if not isinstance(cache, _ProjectedMemory):
-        # Methods are replaced, because other classes select rows of keys and values alone. The functions refer to the
-        # layers, not to the cache, because a cycle of references would keep the cache alive after its use.
+    if not isinstance(cache, ProjectedMemory):
+        # Other classes select rows of keys and values alone. The functions refer to the layers, because a cycle of
+        # references would keep the cache alive after its use.
         for method in _PICKS:
             setattr(cache, method, partial(_pick_rows, method, cache.layers, state))
 
@@ -428,32 +187,21 @@ def decoding_state_of(cache: Cache) -> DecodingState:
 
 
 def is_filled(cache: Cache) -> bool:
-    """Whether a cache has any keys, also those of a memory whose text was cropped."""
-    if isinstance(cache, StaticMemoryCache):
-        # The host knows it without waiting for the device.
-        return cache.layers[0].is_filled
-    initial = cache.decoding_state.initial_length if isinstance(cache, _ProjectedMemory) else 0
-    return initial + cache.get_seq_length() > 0
+    """Whether a cache has any keys."""
+    return cache.is_filled() if isinstance(cache, ProjectedMemory) else cache.get_seq_length() > 0
 
 
 def text_length(cache: Cache) -> int:
     """How many tokens the cache has seen besides the memory that it started from."""
     length = cache.get_seq_length()
-    return length if isinstance(cache, _ProjectedMemory) else length - decoding_state_of(cache).initial_length
+    return length if isinstance(cache, ProjectedMemory) else length - decoding_state_of(cache).initial_length
 
 
 def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Tensor) -> None:
-    """Check that a cache has room for the memory of a call, and that its contents fit the model.
-
-    Args:
-        mem_len: M of the call. embeds: (B, L, D), the call's input.
-
-    Raises:
-        ValueError: they do not; the message says why.
-    """
+    """Raise a ValueError unless a cache fits the model and a call of `embeds`, (B, L, D), with its memory."""
     # Layers that have not run hold no keys: a cache may have more layers than the model.
     held = [layer.keys for layer in cache.layers if layer.is_initialized and layer.keys.dim() == 4]
-    is_ours = isinstance(cache, _ProjectedMemory)
+    is_ours = isinstance(cache, ProjectedMemory)
     layers = len(cache.layers) if is_ours else len(held)
     if layers and layers != config.n_layer:
         raise ValueError(f"past_key_values have {layers} layers, but the model has n_layer={config.n_layer}")
@@ -487,8 +235,7 @@ def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Ten
             "past_key_values hold tokens of a call that ended inside the layers, by Ctrl-C or for want of memory: "
             "call past_key_values.reset() and read the text anew"
         )
-    # New keys are written into a static cache's tensors; concatenation in another one gives the wider type, which
-    # autocast casts.
+    # Keys are written into a static cache; concatenation in another gives the wider type, which autocast casts.
     wide = keys.dtype if cache.is_compileable else torch.promote_types(keys.dtype, computed)
     if wide != computed and (cache.is_compileable or computed == embeds.dtype):
         raise ValueError(
@@ -525,14 +272,14 @@ def cached_key_mask(
 
     Args:
         memory_mask: the cache's mask of its keys, (B, ≥ m) bool or None.
-        is_grown: whether the mask is known to have a column for each token of the text, as it has within `generate`.
+        is_grown: whether `attention_mask` is known to have a column for each token of the text.
     """
     m = min(held_keys(cache, segment_length), mem_len)
     if memory_mask is not None:
         memory_mask = memory_mask[:, memory_mask.shape[1] - m :]
-    # The count of a static cache is on the device: a graph cannot read it, and within `generate` the host would wait
-    # for a GPU at every token.
-    is_grown = is_grown or (torch.compiler.is_compiling() and isinstance(cache, StaticMemoryCache))
+    # The package's static cache counts on the device: a graph cannot read the number, and the host would wait for it.
+    is_static = isinstance(cache, ProjectedMemory) and cache.is_compileable
+    is_grown = is_grown or (torch.compiler.is_compiling() and is_static)
     seen, more = None if is_grown else partial(text_length, cache), is_grown or m == mem_len
     masks, lengths = (attention_mask, memory_mask), (segment_length, m)
     return m, make_key_mask(*masks, batch_size, *lengths, fewer=is_grown, more=more, text_length=seen)
@@ -546,9 +293,8 @@ def held_keys(cache: Cache, segment_length: int) -> int:
 def clear_hidden(
     cache: Cache, key_mask: Tensor, attention_mask: Tensor | None, segment_length: int, config: TransfoXLConfig
 ) -> Tensor | None:
-    """Zero the keys and values that a call hides from now on, because an overflow passes through a mask (0 × NaN).
-
-    Keys that were hidden before are not written to, except in a row whose keys are all hidden now: it starts fresh.
+    """Zero the keys and values that a call hides from now on, because an overflow passes through a mask (0 × NaN);
+    keys that were hidden before only in a row whose keys are all hidden now, which starts fresh.
 
     Args:
         key_mask: (B, m + L) bool, which keys are real, by the cache and the `attention_mask` of a call.
@@ -582,13 +328,13 @@ def clear_hidden(
 
 def clear_keys(cache: Cache, hidden: Tensor) -> None:
     """Zero keys and values where `hidden`, (B, n) bool of the last n keys, is True."""
-    if isinstance(cache, StaticMemoryCache):
-        cache.ring.unroll(cache.layers)
+    if isinstance(cache, ProjectedMemory):
+        cache.sort_keys()
     for layer in cache.layers:
         # A cache may hold more keys than the memory, and layers that have not run hold none.
         if layer.is_initialized and layer.keys.numel():
             there = F.pad(hidden, (layer.keys.shape[2] - hidden.shape[1], 0))[:, None, :, None].to(layer.keys.device)
-            if cache.is_compileable or _may_write(layer.keys):
+            if cache.is_compileable or may_write(layer.keys):
                 # In place, because graphs read a static cache at fixed addresses, and a buffer keeps its room.
                 for states in (layer.keys, layer.values):
                     states.masked_fill_(there, 0)
@@ -601,7 +347,7 @@ def stop_gradients(cache: Cache) -> None:
     for layer in cache.layers:
         if layer.is_initialized and (layer.keys.requires_grad or layer.values.requires_grad):
             if not cache.is_compileable:
-                # Copies, because a later call may write into them, and this call's backward pass needs the old values.
+                # Copies, because later calls write into them, and this call's backward pass needs the old values.
                 layer.keys, layer.values = layer.keys.detach().clone(), layer.values.detach().clone()
             elif not torch.compiler.is_compiling():
                 # In place, because graphs read fixed addresses; a graph cannot detach tensors of its gradients.
@@ -609,11 +355,9 @@ def stop_gradients(cache: Cache) -> None:
                 layer.values.detach_()
 
 
-def _may_write(states: Tensor) -> bool:
-    """Whether states may be written to: no backward pass may need them, and no ended inference mode has made them.
-
-    A graph does not check inference mode, because it cannot.
-    """
+def may_write(states: Tensor) -> bool:
+    """Whether states may be written to: no backward pass needs them, and no ended inference mode has made them, which
+    a graph cannot check."""
     if torch.is_grad_enabled() or states.requires_grad:
         return False
     return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not states.is_inference()

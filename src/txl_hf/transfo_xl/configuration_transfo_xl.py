@@ -33,22 +33,19 @@ RANGES |= dict.fromkeys(_SIZES, (1, math.inf))
 @strict
 class TransfoXLConfig(PreTrainedConfig):
     r"""
-    Configuration of a Transformer-XL model (Dai et al., 2019, https://arxiv.org/abs/1901.02860). The fields of the
-    legacy `transformers` configuration keep their names and defaults, those of `transfo-xl-wt103`, so that a published
-    `config.json` loads unchanged.
+    Configuration of a Transformer-XL model (Dai et al., 2019, https://arxiv.org/abs/1901.02860). Fields of the legacy
+    `transformers` configuration have their names and defaults, those of `transfo-xl-wt103`.
 
     Args:
         vocab_size (`int`, defaults to 267735):
-            V, the number of tokens. 0: no tokens and no tables; the model reads `inputs_embeds` alone, see
-            `input_size`, and fields of tables and tokens (`cutoffs`, `d_embed`, `div_val`, the ties, the ids of
-            special tokens) have no effect.
+            V, the number of tokens. 0: no tables; the model reads `inputs_embeds` alone, see `input_size`, and fields
+            of tables and tokens have no effect.
         cutoffs (`list[int]`, defaults to `[20000, 40000, 200000]`):
             Where the bins of the adaptive input and softmax end; the last bin ends at `vocab_size`. Empty: one bin.
         d_model (`int`, defaults to 1024): D, the width of the hidden states; even, for the sinusoids.
         d_embed (`int`, defaults to 1024): Width of the embeddings of bin 0.
         n_head (`int`, defaults to 16): H, attention heads.
-        d_head (`int`, defaults to 64):
-            Width of a head; `n_head * d_head` need not be `d_model`, except with `attn_type=3`.
+        d_head (`int`, defaults to 64): Width of a head; with `attn_type=3`, `n_head * d_head` must be `d_model`.
         d_inner (`int`, defaults to 4096): Width of the feed-forward layer.
         div_val (`int`, defaults to 4): Bin i has embeddings of width `d_embed // div_val**i`.
         pre_lnorm (`bool`, defaults to `False`): Layer normalisation before each sub-layer instead of after it.
@@ -57,19 +54,17 @@ class TransfoXLConfig(PreTrainedConfig):
         clamp_len (`int`, defaults to 1000): Distances beyond it share one position; not positive: no clamping.
         decay_len (`int`, defaults to -1):
             The longest distance of training, `tgt_len + mem_len`, for memories that are longer afterwards: the weight
-            of a key at a distance d beyond it is multiplied by (decay_len / d)² before the softmax normalises, so that
-            all further keys together weigh no more than `decay_len` keys at that distance, whose position they share.
-            Not positive: no decay. For `attn_type=0`.
+            of a key at a distance d beyond it is multiplied by (decay_len / d)² before the softmax normalises, and its
+            position is that of `decay_len`. Not positive: no decay. For `attn_type=0`.
         same_length (`bool`, defaults to `True`):
-            Every query sees the same number of keys, as many as the memory is long; otherwise it sees all of the
-            memory and of the segment up to itself. `mem_len=0` sets no limit, because the number would be 0 (legacy
-            `transformers` then hides every key and takes the mean of all, future ones too).
+            Every query sees the same number of keys, as many as the memory is long; otherwise all of the memory and of
+            the segment up to itself. `mem_len=0` sets no limit (legacy `transformers` then takes the mean of all keys,
+            future ones too).
         proj_share_all_but_first (`bool`, defaults to `True`): Sets `tie_projs` where none is given.
         attn_type (`int`, defaults to 0):
-            0: relative sinusoidal (Transformer-XL), 1: relative learned (the authors' code for Shaw et al.: a learned
-            vector and score per distance, terms (a) to (d); the paper has (a) and (b) alone for it), 2: absolute
-            sinusoidal (Vaswani et al.), 3: absolute learned per layer (after Al-Rfou et al.). 2 and 3 are the paper's
-            baselines without recurrence: they need `mem_len=0`.
+            0: relative sinusoidal (Transformer-XL), 1: relative learned (Shaw et al. in the authors' code, with terms
+            (a) to (d)), 2: absolute sinusoidal (Vaswani et al.), 3: absolute learned per layer (after Al-Rfou et al.).
+            2 and 3 are the paper's baselines without recurrence: they need `mem_len=0`.
         sample_softmax (`int`, defaults to -1): Must not be positive: sampled softmax is not offered.
         adaptive (`bool`, defaults to `True`): Kept from the legacy configuration; `cutoffs` decides.
         dropout (`float`, defaults to 0.1): Dropout of embeddings, positions, sub-layer outputs and final states.
@@ -83,9 +78,8 @@ class TransfoXLConfig(PreTrainedConfig):
         eos_token_id (`int`, defaults to 0): End of text.
         tie_word_embeddings (`bool`, defaults to `True`): The softmax uses the embeddings as its weights.
         tie_projs (`list[bool]`, *optional*):
-            For each bin whether the softmax uses the projection of the embeddings; a single entry is that of bin 0,
-            and the others are `False`. None, the default: `[False] + [proj_share_all_but_first] * len(cutoffs)`,
-            updated when these fields change.
+            For each bin whether the softmax uses the projection of the embeddings; after a single entry, that of bin
+            0, all are `False`. None: `[False] + [proj_share_all_but_first] * len(cutoffs)`, updated with these fields.
         proj_same_dim (`bool`, defaults to `True`):
             With `div_val > 1`, project also a bin whose width is `d_model` already.
         initial_memory (`str`, defaults to `"zeros"`):
@@ -95,35 +89,23 @@ class TransfoXLConfig(PreTrainedConfig):
         mlp_output_relu (`bool`, defaults to `False`):
             A second ReLU, after the feed-forward's output, as in Pop Music Transformer.
         ext_len (`int`, defaults to 0):
-            Extended context: the last `ext_len` positions of a segment stay out of the memory, because the next
-            segment repeats them. It does not apply to the projected memory of `past_key_values`.
+            The last positions of a segment that stay out of the memory, because the next segment repeats them. Not
+            applied to `past_key_values`.
         tgt_len (`int`, defaults to 128): Segment length of training.
         max_klen (`int`, *optional*):
-            Rows of the learned positions of `attn_type` 1 and 3; by default `tgt_len + ext_len + mem_len`. Under 1,
-            further distances use the row of the furthest one; under 3, no more tokens than this are read at once.
+            Rows of the learned positions of `attn_type` 1, where further distances use the furthest row, and 3, where
+            no more tokens are read at once; by default `tgt_len + ext_len + mem_len`.
         output_logits (`bool`, defaults to `False`): Return logits beside a loss though the model has cutoffs.
         input_size (`int`, *optional*):
             With `vocab_size=0`, the width of `inputs_embeds`, which a linear layer projects to `d_model`. None: they
-            are `d_model` wide and enter the first layer as they are.
+            are `d_model` wide, and not projected.
         gating (`str`, *optional*):
-            `"gru"`: a gate like a GRU's combines a sub-layer's output with its input, in place of their sum, and the
-            input is normalised, whatever `pre_lnorm` is (GTrXL, Parisotto et al., 2020,
-            https://arxiv.org/abs/1910.06764; the equations are at `TransfoXLGate`). None: no gates.
-        gate_bias (`float`, defaults to 2.0):
-            b_g at the start: the larger it is, the nearer each gated layer is to the identity.
+            `"gru"`: gates in place of the sums of sub-layers' inputs and outputs, and `pre_lnorm` (GTrXL, see
+            `TransfoXLGate`). None: no gates.
+        gate_bias (`float`, defaults to 2.0): b_g at the start; a larger one brings a layer nearer to the identity.
 
     Raises:
         ValueError: a field is invalid, or fields do not fit together; the message names them.
-
-    Example:
-
-    ```python
-    >>> from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
-
-    >>> config = TransfoXLConfig(vocab_size=1000, cutoffs=[100, 500], d_model=64, d_embed=64, n_head=4, d_head=16,
-    ...                          d_inner=128, n_layer=2, mem_len=32, initial_memory="empty")
-    >>> model = TransfoXLForCausalLM(config)
-    ```
     """
 
     model_type = "transfo-xl"
@@ -135,7 +117,6 @@ class TransfoXLConfig(PreTrainedConfig):
         "num_hidden_layers": "n_layer",
         "intermediate_size": "d_inner",
         "head_dim": "d_head",
-        # The legacy name.
         "tie_weight": "tie_word_embeddings",
     }
 
@@ -217,7 +198,7 @@ class TransfoXLConfig(PreTrainedConfig):
         self.validate_architecture()
 
     def __setattr__(self, name, value):
-        """As in `transformers`; a default `tie_projs` is updated when the fields that it depends on change."""
+        """As in `transformers`; a default `tie_projs` is updated with the fields that it depends on."""
         follows = name in ("vocab_size", "n_token", "cutoffs", "proj_share_all_but_first")
         follows = follows and self.__dict__.get("tie_projs") == self._default_tie_projs()
         super().__setattr__(name, value)
@@ -309,11 +290,8 @@ class TransfoXLConfig(PreTrainedConfig):
             )
 
     def check_documents(self, told_by: str, mem_len: int | None = None):
-        """Raise a ValueError unless documents can begin inside a segment. `told_by`: the arguments that set where.
-
-        Args:
-            mem_len: the length of one call. None: the configuration's.
-        """
+        """Raise a ValueError unless documents can begin inside a segment. `told_by`: the arguments that set where;
+        `mem_len`: of one call, or None."""
         if not self.positions.recurrent:
             raise ValueError(
                 f"{told_by} tell of documents that begin inside a segment, but attn_type={self.attn_type} counts "
@@ -361,9 +339,8 @@ class TransfoXLConfig(PreTrainedConfig):
 
     @property
     def n_positions(self) -> int:
-        """The longest context of training, tgt_len + ext_len + mem_len, or `max_klen`: the length of windows for
-        programs that carry no memory from one to the next (lm_eval's `hf`). `attn_type` 1 and 3 learn as many rows.
-        """
+        """The longest context of training, or `max_klen`: the length of windows for programs that carry no memory from
+        one to the next (lm_eval's `hf`)."""
         return self.max_klen or self.tgt_len + self.ext_len + self.mem_len
 
     @property

@@ -1,4 +1,4 @@
-"""Methods that `generate` calls: inputs of each step with a memory, and faster steps on a CPU."""
+"""Methods that `generate` calls, for inputs of each step with a memory."""
 
 import copy
 
@@ -6,23 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, StaticCache
-from transformers.generation import (
-    GenerationConfig,
-    GenerationMode,
-    LogitNormalization,
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    StopStringCriteria,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-)
+from transformers.generation import GenerationMode, StopStringCriteria
 
 from .attention_transfo_xl import OPERATORS
 from .cache_transfo_xl import (
     CACHE_NAME,
     MemoryCache,
-    StaticMemoryCache,
     cached_key_mask,
     chosen_cache,
     clear_hidden,
@@ -36,10 +25,7 @@ from .memory_transfo_xl import MemoryLengths, check_one_memory, split_mask
 
 class TransfoXLGenerationMixin(GenerationMixin):
     """`generate` with the memory as its cache, starting from `mems` if they are given; without a cache where
-    `mem_len=0` or gradient checkpointing is on in training mode.
-
-    Its loops pass the number of best tokens that can matter to the softmax, so that a CPU need not compute the others.
-    """
+    `mem_len=0` or gradient checkpointing is on in training mode."""
 
     config: TransfoXLConfig
 
@@ -57,7 +43,6 @@ class TransfoXLGenerationMixin(GenerationMixin):
         mem_len = self._mem_len(model_kwargs.get("lengths"))
         checkpointing = self.transformer.gradient_checkpointing and self.training
         if mem_len == 0 or checkpointing:
-            # No cache: every step reads the whole text, because nothing is remembered between steps.
             if model_kwargs.get("inputs_embeds") is not None:
                 reason = "gradient checkpointing in training mode" if checkpointing else "mem_len=0"
                 raise ValueError(f"{reason} remembers no inputs_embeds from step to step: give generate input_ids")
@@ -84,11 +69,11 @@ class TransfoXLGenerationMixin(GenerationMixin):
                     f"past_key_values, a {type(cache).__name__}, began from a memory, which prefill_chunk_size would "
                     "take for text that was read: give a MemoryCache, or leave prefill_chunk_size out"
                 )
-        used = cache is not None and (isinstance(cache, StaticMemoryCache) or text_length(cache) > 0)
+        used = cache is not None and (cache.is_compileable or text_length(cache) > 0)
         if used and generation_mode == GenerationMode.ASSISTED_GENERATION:
             raise ValueError(
-                "assisted decoding and prompt lookup read the whole text, and take tokens back, which a "
-                "StaticMemoryCache cannot: leave past_key_values out, or give a MemoryCache that has seen nothing"
+                "assisted decoding and prompt lookup read the whole text, and take tokens back, which a static cache "
+                "cannot: leave past_key_values out, or give a MemoryCache that has seen nothing"
             )
         # M + 1 at least, because a static cache has all slots of the memory from the first step on.
         max_length = max(max_length, mem_len + 1)
@@ -97,13 +82,13 @@ class TransfoXLGenerationMixin(GenerationMixin):
         if type(cache) not in (DynamicCache, StaticCache) or cache.offloading or hasattr(cache, "_is_user_defined"):
             return
         if type(cache) is StaticCache:
-            model_kwargs[CACHE_NAME] = StaticMemoryCache(self.config, mem_len)
+            if OPERATORS.static_cache is not None:
+                model_kwargs[CACHE_NAME] = OPERATORS.static_cache(self.config, mem_len)
         else:
             cache = model_kwargs[CACHE_NAME] = MemoryCache(self.config, mem_len)
             mask = model_kwargs.get("attention_mask")
             if mask is not None and not generation_config.is_assistant and bool(mask.all()):
-                # The host waits for a GPU once, here. Each layer would apply the mask at every token, because later
-                # steps do not check whether it hides anything. Newer transformers drop it too.
+                # The host waits for a GPU once, because each layer would apply the mask at every token.
                 del model_kwargs["attention_mask"]
             if generation_config.is_assistant:
                 cache.activate_past_recording()
@@ -125,7 +110,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         # Without a cache `generate` takes mems for one, but each step reads the whole text.
         cache = chosen_cache(past_key_values, cache) if kwargs.get("use_cache", True) else None
         for name in ("tokenizer", "assistant_tokenizer"):
-            # Dropped, because `generate`, which needs them itself, passes them to every call of the model too.
+            # Dropped, because `generate` passes them to every call of the model.
             kwargs.pop(name, None)
         name, text = "input_ids", input_ids
         if inputs_embeds is not None and is_first_iteration:
@@ -155,8 +140,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 # `resets`, like input_ids, cover the whole text or the tokens that the cache has not seen.
                 kwargs["resets"] = resets[:, -length:]
             elif not filled:
-                # Padded with False, because tokens after the prompt continue its last document: without a cache every
-                # step reads the whole text, and candidates make the first step longer than the prompt.
+                # False for tokens after the prompt, which continue its last document, in steps that read the whole
+                # text, and in a first step with candidates.
                 kwargs["resets"] = F.pad(resets, (0, text.shape[1] - resets.shape[1]))
         kwargs |= {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds, CACHE_NAME: cache}
         return super().prepare_inputs_for_generation(
@@ -176,26 +161,19 @@ class TransfoXLGenerationMixin(GenerationMixin):
         if is_first:
             front = clear_hidden(cache, mask, attention_mask, length, self.config)
         elif self.config.initial_memory == "zeros":
-            # Zeros in front of the text are padding, which the cache holds as zero states that queries see.
+            # Padding, which the cache holds as zero states that queries see.
             front = zeros_in_front(attention_mask, length, m + length)
         return mask if front is None else mask | front
 
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        if OPERATORS.decode is not None:
-            given = input_ids, logits_processor, stopping_criteria, generation_config
-            if (texts := OPERATORS.decode(self, *given, kwargs)) is not None:
-                return texts
-        chosen = None if generation_config.do_sample else 1
-        kwargs |= _logits_top_k(logits_processor, generation_config, chosen, kwargs.get("synced_gpus"))
-        return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+        given = input_ids, logits_processor, stopping_criteria, generation_config
+        if OPERATORS.decode is not None and (texts := OPERATORS.decode(self, *given, kwargs)) is not None:
+            return texts
+        kwargs |= OPERATORS.loop_options(logits_processor, generation_config, kwargs)
+        return super()._sample(*given, **kwargs)
 
     def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        # transformers keeps max(2, 1 + number of end tokens) · num_beams candidates a step, so that enough beams
-        # continue if every end token is among the best.
-        ends = generation_config._eos_token_tensor
-        candidates = max(2, 1 + (0 if ends is None else len(ends))) * generation_config.num_beams
-        chosen = None if generation_config.do_sample else candidates
-        kwargs |= _logits_top_k(logits_processor, generation_config, chosen, kwargs.get("synced_gpus"))
+        kwargs |= OPERATORS.loop_options(logits_processor, generation_config, kwargs)
         return super()._beam_search(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     @staticmethod
@@ -229,8 +207,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         documents = {name: model_kwargs.pop(name) for name in PACKED_KEYWORDS if model_kwargs.get(name) is not None}
         positions = model_kwargs.get("position_ids")
         if positions is not None and is_new and bool(packed_starts(shape, device, mask, positions).any()):
-            # As `resets`, because a step cannot find its part of the text by positions that restart. `generate` counts
-            # positions itself.
+            # As `resets`, because a step cannot find its part of the text by positions that restart.
             documents["position_ids"] = model_kwargs.pop("position_ids")
         resets = model_kwargs.get("resets")
         if documents:
@@ -269,11 +246,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
 
 
 class _StopStrings(StopStringCriteria):
-    """Stop strings of a `TransfoXLTokenizer`.
-
-    transformers decodes each token after the prefix "abcdef", which a vocabulary of words encodes as `<unk>`. Here the
-    prefix is a token of the vocabulary that is decoded unchanged.
-    """
+    """Stop strings of a `TransfoXLTokenizer`: tokens are decoded after a token that is decoded unchanged, instead of
+    transformers' prefix "abcdef", which a vocabulary of words encodes as `<unk>`."""
 
     @staticmethod
     def clean_tokenizer_vocab(tokenizer, *args, **kwargs):
@@ -286,28 +260,3 @@ class _StopStrings(StopStringCriteria):
         raise ValueError(
             "stop_strings need a vocabulary with a token that is read back as it is, and this one has none"
         )
-
-
-def _logits_top_k(
-    processors: LogitsProcessorList, config: GenerationConfig, chosen: int | None, synced_gpus: bool | None
-) -> dict[str, int]:
-    """The argument `logits_top_k` for a loop of `generate`, or none where any token may matter.
-
-    A temperature and a normalisation keep the order of the tokens. A minimum length removes the end tokens, so that as
-    many more are needed. After a top-k no other token matters. All tokens are needed with any other processor, where
-    scores are returned, and with `synced_gpus`, whose processes gather the same sharded parameters.
-
-    Args:
-        chosen: the number of best tokens that the loop chooses from; None: all of them, unless there is a top-k.
-    """
-    if config.output_scores or config.output_logits or synced_gpus:
-        return {}
-    taken_away = 0
-    for processor in processors:
-        if type(processor) is TopKLogitsWarper:
-            return {"logits_top_k": processor.top_k + taken_away}
-        if type(processor) in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
-            taken_away += len(processor.eos_token_id)
-        elif type(processor) not in (TemperatureLogitsWarper, LogitNormalization):
-            return {}
-    return {} if chosen is None else {"logits_top_k": chosen + taken_away}

@@ -1,14 +1,9 @@
-"""The format of saved models: tensors in the legacy layout, the code beside them; and how they are loaded.
-
-Tensors have the names and shapes of the legacy `transformers` model, so that its checkpoints load unchanged, and saved
-models load there.
-"""
+"""Loading and saving: tensors with names and shapes of the legacy `transformers` model, and the code beside them."""
 
 import os
 import re
 import shutil
-from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -27,10 +22,8 @@ from .configuration_transfo_xl import TransfoXLConfig
 
 
 class _Split(WeightConverter):
-    """One tensor on disk, several in memory, each with a storage of its own, because safetensors, by which accelerate
-    resumes, does not load into weights that are parts of a larger storage. Quantizers get the tensors one by one, each
-    in a list as from a file, because most would keep the first alone.
-    """
+    """One tensor on disk, several in memory, each with a storage of its own, because safetensors (accelerate) does not
+    load into parts of a larger storage. Quantizers get them one by one, because most would keep the first alone."""
 
     def convert(self, layer_name: str, model=None, config=None, hf_quantizer=None, loading_info=None):
         # A part may be absent when saving joins them, because an offloaded model's tensors come one shard at a time.
@@ -71,11 +64,10 @@ register_checkpoint_conversion_mapping(
         WeightRenaming("pos_ff.CoreNet.0", "mlp.up_proj"),
         WeightRenaming("pos_ff.CoreNet.3", "mlp.down_proj"),
         WeightRenaming("pos_ff.layer_norm", "mlp_layer_norm"),
-        # Gates, which the legacy model lacks, and ignores with a warning.
+        # Gates, which the legacy model lacks.
         WeightRenaming("dec_attn.gate", "self_attn_gate"),
         WeightRenaming("pos_ff.gate", "mlp_gate"),
-        # The PyTorch original has q_net and kv_net where positions are absolute. These names are read but never
-        # written, because the pattern (?!) matches nothing when saving.
+        # Names of the PyTorch original where positions are absolute; never written, because (?!) matches nothing.
         WeightRenaming("dec_attn.q_net", "self_attn.q_proj(?!)"),
         _Split(
             "dec_attn.kv_net.weight",
@@ -98,10 +90,9 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "modeling_transfo_xl.TransfoXLForSequenceClassification",
     "AutoModelForTokenClassification": "modeling_transfo_xl.TransfoXLForTokenClassification",
 }
-# Tensors in checkpoints that are no weights here: the frequencies of the sinusoids (the original's, too) and, in those
-# of legacy transformers, a copy of shared biases in each layer.
+# Tensors in checkpoints that are no weights here: frequencies of the sinusoids, and legacy copies of shared biases.
 NOT_WEIGHTS = [r"pos_emb\.inv_freq", r"self_attn\.(content|position)_bias"]
-# Tensors that a checkpoint has to have: those of the package's modules, in a model without a head and in one with it.
+# Tensors that a checkpoint has to have, in a model without a head and in one with it.
 _OF_LAYER = r"(self_attn\.([qkvor]_proj|\w+_bias)|mlp\.(up|down)_proj|(self_attn|mlp)_(layer_norm|gate))"
 _OWN = rf"(embed_tokens|embed_vectors|layers\.\d+\.{_OF_LAYER}|content_bias|position_bias|r_emb|r_bias)\b"
 NEEDED_WITHOUT_HEAD = re.compile(_OWN)
@@ -138,9 +129,9 @@ class TransfoXLLayoutModel(PreTrainedModel):
     ):
         """As in `transformers`, except that a checkpoint that lacks a tensor of the model is an error.
 
-        Initialised, and reported by `transformers`, are a classifier's matrix, modules that a derived class adds, and
-        the softmax where the checkpoint has no part of it and was not saved with one. `ignore_mismatched_sizes=True`
-        initialises all tensors that are missing or have another shape; `output_loading_info=True` lists missing ones.
+        Initialised are a classifier's matrix, modules of a derived class, and the softmax where the checkpoint was not
+        saved with one. `ignore_mismatched_sizes=True` initialises all tensors that are missing or have another shape;
+        `output_loading_info=True` lists missing ones.
 
         Raises:
             CheckpointError: tensors are missing or have another shape, and the message names them; or a file is
@@ -177,16 +168,12 @@ class TransfoXLLayoutModel(PreTrainedModel):
         super().tie_weights(missing_keys, recompute_mapping)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs):
-        """As in torch; the names and joined tensors of a file that `save_pretrained` wrote are accepted too.
-
-        `Trainer` passes such files unchanged when it resumes or loads its best model.
-        """
+        """As in torch; also names and joined tensors of a saved file, which `Trainer` passes when it resumes."""
         return super().load_state_dict(_from_disk_layout(state_dict, self.state_dict().keys()), *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs):
-        """As in `transformers`: weights, configuration, and, for loading without this package, the code and an
-        `auto_map` for all heads. Tensors have their legacy names, or those in memory where `quantization_config` has
-        quantised them.
+        """As in `transformers`, with the code and an `auto_map` for loading without this package. Tensors have their
+        legacy names, or those in memory where they are quantised.
 
         Raises:
             NotADirectoryError: `save_directory` is a file.
@@ -194,12 +181,12 @@ class TransfoXLLayoutModel(PreTrainedModel):
         if os.path.isfile(save_directory):
             raise NotADirectoryError(f"save_directory={os.fspath(save_directory)!r} is a file: name a folder")
         self.config.auto_map = dict(AUTO_MAP)
-        # Ties by the configuration, as loading reads it, because PEFT may have changed it since the model was made: a
-        # tensor that shares memory with another, but is no longer tied to it, would be left out.
+        # Ties by the configuration, as loading reads it, because PEFT may have changed it: a tensor that is no longer
+        # tied to another, but shares its memory, would be left out.
         tied = self.get_expanded_tied_weights_keys()
         if (state := kwargs.get("state_dict")) is not None:
-            # Copies are found by value, because tied tensors gathered from shards share no memory. A tensor trained
-            # under a tied name (PEFT) differs; an offloaded one has no values to compare.
+            # Copies are found by value, because tensors gathered from shards share no memory. A tensor trained under a
+            # tied name (PEFT) differs; an offloaded one has no values.
             kwargs["state_dict"] = {
                 name: tensor
                 for name, tensor in state.items()
@@ -211,27 +198,20 @@ class TransfoXLLayoutModel(PreTrainedModel):
         if getattr(self, "hf_quantizer", None) is not None:
             # q, k and v are not joined, because that would drop the scales and other tensors of quantised matrices.
             kwargs["save_original_format"] = False
-        with self._without_class_of_shards():
+        present_class = type(self)
+        # The class is restored meanwhile, because torch gives sharded models another one, whose code would be saved.
+        self.__class__ = next(cls for cls in present_class.__mro__ if not cls.__module__.startswith("torch."))
+        try:
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        finally:
+            self.__class__ = present_class
         if is_main_process and not getattr(self, "_hf_peft_config_loaded", False):
             _remove_replaced_weights(Path(save_directory), kwargs.get("variant"))
             _write_code(save_directory)
 
-    @contextmanager
-    def _without_class_of_shards(self) -> Iterator[None]:
-        """Restore the class, because torch gives sharded models another one, whose code would be saved."""
-        present_class = type(self)
-        self.__class__ = next(cls for cls in present_class.__mro__ if not cls.__module__.startswith("torch."))
-        try:
-            yield
-        finally:
-            self.__class__ = present_class
-
 
 def _remove_replaced_weights(folder: Path, variant: str | None):
-    """Remove an old single file beside new shards, which would be loaded instead, or an old index of shards beside a
-    new single file, because transformers removes old shards alone.
-    """
+    """Remove an old file beside new shards, or an old index beside a new file, because it would be loaded instead."""
     suffix = f".{variant}" if variant else ""
     in_shards = any(folder.glob(f"model{suffix}-?????-of-?????.safetensors"))
     replaced = f"model{suffix}.safetensors" if in_shards else f"model.safetensors.index{suffix}.json"
@@ -239,7 +219,7 @@ def _remove_replaced_weights(folder: Path, variant: str | None):
 
 
 def _write_code(folder: str | os.PathLike):
-    """Copy the files of `AUTO_MAP`, because for a derived class transformers copies the derived one's file alone."""
+    """Copy the files of `AUTO_MAP`, because transformers copies a derived class's file alone."""
     modeling = Path(__file__).with_name("modeling_transfo_xl.py")
     for file in (modeling, *map(Path, get_relative_import_files(modeling))):
         shutil.copyfile(file, Path(folder, file.name))
@@ -252,8 +232,7 @@ def _listed(names: Iterable[str], separator: str = ", ") -> str:
 
 
 def _from_disk_layout(state_dict: Mapping[str, Tensor], own: Container[str]) -> dict[str, Tensor]:
-    """`state_dict` with names in memory for names on disk, without `NOT_WEIGHTS`; names in `own`, which are names in
-    memory already, stay."""
+    """`state_dict` with names in memory for names on disk, without `NOT_WEIGHTS`; names in `own` stay."""
     mapping = get_checkpoint_conversion_mapping(TransfoXLConfig.model_type)
     renamings = [transform for transform in mapping if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in mapping if isinstance(transform, WeightConverter)]

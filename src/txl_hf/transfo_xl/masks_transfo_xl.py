@@ -1,7 +1,5 @@
 """The arguments of a call: their types, where documents begin in a row, and the meaning of `attention_mask`.
 
-A call applies the masks once, at its beginning: `Segment.open` (memory) makes the record that the layers read.
-
 Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys.
 """
 
@@ -13,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Where documents begin, see `packed_starts`; `generate` writes position_ids itself, never the others.
+# See `packed_starts`; `generate` writes position_ids itself, never the others.
 PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 DOCUMENT_KEYWORDS = ("position_ids", *PACKED_KEYWORDS)
-# Keywords that `capture_outputs` reads around the forward of the model, that say where documents begin, and that
-# `transformers` passes to every model and this one ignores, because the memory has the segment's position, the lengths
-# of documents follow from their beginnings, one type of token needs no ids, and attention is causal.
+# Keywords that `capture_outputs` reads, that say where documents begin, and that `transformers` passes to every model
+# and this one ignores, because the memory, the beginnings of documents and causality determine them.
 KNOWN = {
     *("output_hidden_states", "output_attentions", *DOCUMENT_KEYWORDS),
     *("cache_position", "max_length_q", "max_length_k", "token_type_ids", "is_causal", "return_dict"),
@@ -26,15 +23,11 @@ KNOWN = {
 
 
 def check_inputs(keywords: dict[str, Any], **tensors: Any) -> None:
-    """Check the types of a call's arguments, and that each keyword is read.
-
-    Args:
-        keywords: arguments that the call does not name. tensors: the others, by name, or None.
+    """Check the types of a call's arguments, and that each of `keywords`, which it does not name, is read.
 
     Raises:
-        TypeError: a keyword is not known; the message names it.
-        ValueError: one of `tensors` is no torch.Tensor (lists and NumPy's arrays are not), `mems` are one instead of a
-            tuple, or `is_causal=False`.
+        TypeError: a keyword is not known.
+        ValueError: one of `tensors` is no torch.Tensor, `mems` are one instead of a tuple, or `is_causal=False`.
     """
     unread = sorted(name for name, value in keywords.items() if value is not None and name not in KNOWN)
     if unread:
@@ -56,11 +49,10 @@ def check_inputs(keywords: dict[str, Any], **tensors: Any) -> None:
 def checked_inputs(
     config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, keywords: dict[str, Any], **tensors: Any
 ) -> Tensor:
-    """The one of `input_ids`, (B, L), and `inputs_embeds`, (B, L, F), that a call gives, and `check_inputs` of it all.
+    """The one of `input_ids`, (B, L), and `inputs_embeds`, (B, L, F), that a call gives, after `check_inputs`.
 
     Raises:
-        ValueError: both or none are given, the tensor has another shape or type than the model reads, or see
-            `check_inputs`.
+        ValueError: both or none are given, or with another shape or type than the model reads.
     """
     check_inputs(keywords, input_ids=input_ids, inputs_embeds=inputs_embeds, **tensors)
     if input_ids is None and inputs_embeds is not None:
@@ -77,7 +69,7 @@ def checked_inputs(
 
 
 def _checked_vectors(config: Any, vectors: Tensor) -> Tensor:
-    """`inputs_embeds`, (B, L, F), where they are as wide as the model reads them."""
+    """`inputs_embeds`, (B, L, F), if the model reads such."""
     if vectors.dim() != 3 or vectors.shape[1] == 0:
         raise ValueError(f"inputs_embeds are {tuple(vectors.shape)}, not (B, L, D) with at least one token")
     name = "d_model" if config.input_size is None else "input_size"
@@ -121,8 +113,8 @@ def find_resets(
 
 
 def can_look(tensor: Tensor, gpu: bool = False) -> bool:
-    """Whether the host may read numbers of a tensor: outside graphs and `torch.func.vmap`, and on a CPU, because it
-    would wait for a GPU; with `gpu` on any device."""
+    """Whether the host may read numbers of a tensor: outside graphs and `torch.func.vmap`, and without `gpu` on a CPU,
+    because it would wait for a GPU."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.is_meta:
         return False
     on_host = gpu or tensor.device.type == "cpu"
@@ -148,14 +140,11 @@ def packed_starts(
     cu_seq_lens_k: Tensor | None = None,
     seq_idx: Tensor | None = None,
 ) -> Tensor:
-    """Where documents begin inside the rows of a segment, as `transformers` and TRL write it into packed batches. At
-    least one keyword of theirs is given.
-
-    A row's first token is never marked, because the memory decides whether it continues a text.
+    """Where documents begin inside the rows of a segment, by keywords of `transformers` and TRL, of which one at least
+    is given. A row's first token is never marked, because the memory decides whether it continues a text.
 
     Args:
-        shape: (B, L). device: the segment's.
-        attention_mask: (B, ≥ L), 1 = real. Positions of padding are ignored.
+        shape: (B, L). attention_mask: (B, ≥ L), 1 = real. Positions of padding are ignored.
         position_ids: (L,), (1, L) or (B, L) integers, which count on by one, from any number, and restart at each
             document, also after padding: at no more than the last real token's.
         cu_seq_lens_q, cu_seq_lens_k: (n + 1,), where documents begin and end in the only row of the batch: from 0 on,
@@ -172,11 +161,11 @@ def packed_starts(
     # A mask of another shape is ignored, because `Segment.open` refuses it.
     if attention_mask is not None and attention_mask[..., -shape[1] :].shape == shape:
         real = real_tokens(attention_mask, shape[1]).to(device)
-    # For each token except the first: the place of the last real token before it, or -1 where there is none.
+    # For each token except the first: the place of the last real token before it, or -1.
     last = torch.where(real, places, -1).cummax(dim=1).values[:, :-1]
 
     def where(begins: Callable[[Tensor, Tensor], Tensor], numbers: Tensor) -> Tensor:
-        """(B, L) bool: `begins` of each real token's number and that of the last real token before it."""
+        """(B, L) bool: `begins` of each real token's number and the one before it."""
         before = numbers.gather(1, last.clamp(min=0))
         return F.pad(begins(numbers[:, 1:], before) & real[:, 1:] & (last >= 0), (1, 0))
 
@@ -210,7 +199,7 @@ def packed_starts(
 
 
 def _per_token(name: str, given: Tensor, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """(B, L) of numbers per token that are given for all rows alike or for each row."""
+    """(B, L) of numbers per token, given for all rows or for each."""
     rows = given[None] if given.dim() == 1 else given
     if rows.shape not in (shape, (1, shape[1])) or given.is_floating_point():
         wanted = " or ".join(dict.fromkeys(map(str, (tuple(shape), (1, shape[1])))))
@@ -231,10 +220,9 @@ def make_key_mask(
 ) -> Tensor | None:
     """Which of the m + L keys are real: (B, m + L) bool, or None for all of them.
 
-    The last column is for the last key, the one before for the key before it. Columns before the first key are
-    ignored, and keys without a column are masked as in the memory. With `initial_memory="zeros"`, zeros in front are
-    zero states before the text (`zeros_in_front`). A mask may have L columns (the segment) or m + L (the memory too).
-    Other numbers depend on what precedes the segment:
+    The last column is for the last key. Columns before the first key are ignored, and keys without a column are masked
+    as in the memory. With `initial_memory="zeros"`, zeros in front are zero states before the text (`zeros_in_front`).
+    A mask may have L columns (the segment) or m + L (the memory too). Other numbers depend on what precedes:
 
     | what precedes the segment | n, the number of columns |
     |---|---|
@@ -245,9 +233,7 @@ def make_key_mask(
     | a cache, within `generate`, or a static one in a graph | any n ≥ L, as the text's length is not known (both) |
 
     Args:
-        attention_mask: (B, n), 1 = real. None: all real.
-        memory_mask: (B, m) bool, the mask of the memory itself, also for keys without a column. None: all real.
-        text_length: gives the number of tokens that a cache has seen.
+        attention_mask: (B, n), 1 = real. memory_mask: (B, m) bool, of the memory itself. None: all real.
 
     Raises:
         ValueError: the mask has another shape or other values.
@@ -256,7 +242,7 @@ def make_key_mask(
         return None if memory_mask is None else F.pad(memory_mask, (0, segment_length), value=True)
     key_length, columns = memory_length + segment_length, attention_mask.shape[-1]
     widths = {segment_length, key_length}
-    # Comparisons, because TorchDynamo does not trace `columns in range(…)` with symbolic bounds.
+    # TorchDynamo does not trace `columns in range(…)` with symbolic bounds.
     fits = columns == segment_length or columns == key_length or (more and columns > key_length)
     fits = fits or (fewer and segment_length < columns < key_length)
     if not fits and text_length is not None:
@@ -279,13 +265,13 @@ def make_key_mask(
 
 
 def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_length: int) -> Tensor:
-    """(B, n) targets of the first n positions of a segment, -100 where the predicting position is padding, because its
-    output is unused. With n = L - 1, each is the next position's token, and -100 also where that is padding."""
+    """(B, n) targets of the first n positions of a segment, -100 where the predicting position is padding; with
+    n = L - 1, each is the next position's token, and -100 also where that is padding."""
     if attention_mask is None or attention_mask.dim() != 2:
         return targets
     real, length = real_tokens(attention_mask, segment_length), targets.shape[1]
     if real.shape != (targets.shape[0], segment_length):
-        # `Segment.open` raises an error for this mask.
+        # `Segment.open` refuses it.
         return targets
     counts = real[:, :length] if length == segment_length else real[:, :-1] & real[:, 1:]
     return targets.masked_fill(~counts.to(targets.device), -100)
@@ -304,16 +290,13 @@ def zeros_in_front(
 
 
 class OpenPadding(NamedTuple):
-    """Padding in front of texts that zero states precede (`initial_memory="zeros"`).
-
-    A row alone sees m zero states before its text. Padding in front of the text becomes zero states too, so that a
-    padded row equals the row alone; as many keys, the oldest of the memory, are hidden in exchange.
+    """Padding in front of texts that zero states precede (`initial_memory="zeros"`): it becomes zero states too, and
+    as many of the oldest keys are hidden in exchange, so that a padded row equals the row alone.
 
     Attributes:
-        seen: (B, m + L) bool, which keys queries see.
-        real: (B, m + L) bool, which keys are real, zero states among them.
-        waiting: (B, L + 1) bool, whether a row's text has not begun after 0 … L tokens of the segment. The last L
-            columns are those of its tokens that precede the text: their states are zeros in every layer.
+        seen, real: (B, m + L) bool, which keys queries see, and which are real, zero states among them.
+        waiting: (B, L + 1) bool, whether a row's text has not begun after 0 … L tokens of the segment. States of
+            tokens before the text, the last L columns, are zeros in every layer.
     """
 
     seen: Tensor
@@ -340,8 +323,8 @@ class OpenPadding(NamedTuple):
 
 
 def _check_zeros_and_ones(attention_mask: Tensor) -> None:
-    """Raise a ValueError for other numbers than 1 = real and 0 = padding: document numbers, or a float mask that is
-    added to scores, where 0 is real. The host waits for a GPU with float masks alone; others are asserted there."""
+    """Raise a ValueError for other numbers than 1 = real and 0 = padding, as in a float mask that is added to scores.
+    The host waits for a GPU with float masks alone; others are asserted there."""
     if attention_mask.dtype == torch.bool or attention_mask.numel() == 0 or not can_look(attention_mask, gpu=True):
         return
     if attention_mask.is_floating_point():

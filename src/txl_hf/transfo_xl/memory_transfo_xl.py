@@ -1,9 +1,8 @@
 """The memory as hidden states: how a call reads and updates it, its mask and its lengths.
 
 The memory of a call is `mems`, for each layer the states (B, m, D) that entered it before, and `mems_mask`, (B, m)
-bool, which of them are real; None: all. A state that is not real is NaN in every channel, so that a call without the
-mask gives an error or NaN, never a plausible number. With the mask, such states are read as zeros and hidden from
-every query.
+bool, which of them are real; None: all. Others are NaN, so that a call without the mask gives an error or NaN, never a
+plausible number; with the mask they are read as zeros and hidden from every query.
 
 Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys, D = `d_model`, H heads,
 Dh = `d_head`.
@@ -22,7 +21,7 @@ from transformers import Cache
 from .attention_transfo_xl import BACKENDS, find_backend, hidden_keys
 from .cache_transfo_xl import (
     DecodingState,
-    StaticMemoryCache,
+    ProjectedMemory,
     attach_state,
     cached_key_mask,
     check_cache,
@@ -51,12 +50,10 @@ class FilledLengths(Protocol):
 
 @dataclass(frozen=True)
 class MemoryLengths:
-    """The lengths of memory and context in a call: fields of `TransfoXLConfig` that an evaluation may override.
-
-    An argument of a call, so that threads can share a model and use different lengths.
+    """The lengths of memory and context in one call, so that threads can share a model and use different ones.
 
     Attributes:
-        mem_len, ext_len, clamp_len, same_length: as in the configuration. None: the configuration's.
+        mem_len, ext_len, clamp_len, same_length: as in `TransfoXLConfig`. None: the configuration's.
 
     Raises:
         ValueError: a length is no integer (True is none), or same_length is neither True nor False.
@@ -76,7 +73,7 @@ class MemoryLengths:
             raise ValueError(f"same_length={self.same_length!r} must be True or False")
 
     def of(self, config: TransfoXLConfig) -> FilledLengths:
-        """The lengths of a call of a model: these, and the configuration's for those that are None.
+        """These lengths, and the configuration's for those that are None.
 
         Raises:
             ValueError: `self` has another type, a length is negative, or the model's positions allow no memory.
@@ -94,10 +91,10 @@ class MemoryLengths:
 
 
 class Memory(NamedTuple):
-    """The memory that precedes a segment, as states or in a cache, with the mask of the call's keys.
+    """The memory that precedes a segment, with the mask of the call's keys.
 
     Attributes:
-        states: for each layer (B, m, D), as they were given; None where there is no memory or a cache holds it.
+        states: for each layer (B, m, D), as given; None where there is no memory or a cache holds it.
         length: m.
         key_mask: (B, m + L) bool, which keys are real; None: all.
         begins: whether all texts begin with this segment.
@@ -120,16 +117,13 @@ class Segment:
     """Inputs of a call beside its hidden states: made by `Segment.open` at the beginning, and only read afterwards.
 
     Attributes:
-        lengths: of the call, none of them None.
         length, key_length: L and m + L.
-        memory: see `Memory`.
         cache: receives the keys and values of the call, or None.
         memory_mask: (B, m) bool, which states of the memory are real; None: all.
         text_mask: (B, m + L) bool, which keys the memory keeps as real; None: all.
-        key_mask: (B, m + L) bool, which keys queries see; None: all. The same as `text_mask`, except for padding in
-            front of a text that zero states precede: `OpenPadding.seen`.
+        key_mask: (B, m + L) bool, which keys queries see; None: all. Other than `text_mask` with `padding` alone.
         padding: padding in front of texts that zero states precede; None: there is none.
-        first_key: (B, L) int, the first key that each token sees, of its document; None: 0.
+        first_key: (B, L) int, see `AttentionInputs`.
         implementation, attention: the backend's name and the fields of `AttentionInputs` that all layers share.
     """
 
@@ -159,15 +153,8 @@ class Segment:
         resets: Tensor | None,
         wants_attentions: bool,
     ) -> "Segment":
-        """The record of a call; arguments as in `TransfoXLModel.forward`.
-
-        Args:
-            lengths: filled. embeds: (B, L, D). resets: (B, L) bool, where documents begin; None: nowhere.
-            wants_attentions: whether probabilities are returned, in order of time, which eager alone does.
-
-        Raises:
-            ValueError: the memory or a mask does not fit the model or the segment.
-        """
+        """The record of a call; arguments as in `TransfoXLModel.forward`, which raises the same errors, with `embeds`,
+        (B, L, D). `wants_attentions`: whether probabilities are returned, in order of time, as eager alone does."""
         implementation = "eager" if wants_attentions else config._attn_implementation
         backend = BACKENDS.get(implementation) or find_backend(implementation)
         if cache is not None:
@@ -189,9 +176,9 @@ class Segment:
         limited = lengths.same_length and lengths.mem_len > 0
         window = lengths.mem_len - config.same_length_counts_self if limited else None
         order = hidden = None
-        if isinstance(cache, StaticMemoryCache):
-            can_turn = backend.follows_order and first_key is None and not wants_attentions
-            order = cache.order_of_keys(length, m + length, can_turn)
+        if isinstance(cache, ProjectedMemory):
+            may_differ = backend.follows_order and first_key is None and not wants_attentions
+            order = cache.order_of_keys(length, m + length, may_differ)
         if backend.needs_hidden:
             hidden = hidden_keys(length, m + length, window, key_mask, embeds.device, first_key, order)
         attention = {"window": window, "order": order, "hidden": hidden, "key_mask": key_mask, "first_key": first_key}
@@ -199,10 +186,8 @@ class Segment:
         return cls(lengths, length, m + length, memory, cache, *masks, implementation, attention)
 
     def memory_of(self, layer: int, states: Tensor) -> Tensor | None:
-        """A layer's memory, (B, m, D), on the device and in the dtype of `states`; None where there is none.
-
-        States that are not real are zeros here, because NaN times an attention weight of 0 is NaN.
-        """
+        """A layer's memory, (B, m, D), on the device and in the dtype of `states`, with zeros where it is not real,
+        because NaN times an attention weight of 0 is NaN; None where there is none."""
         memory = self.memory.states[layer]
         if memory is not None:
             memory = memory.to(states.device, states.dtype)
@@ -210,8 +195,7 @@ class Segment:
         return memory
 
     def real_after(self, tokens: int) -> Tensor | None:
-        """Which of the m + L keys are real after the first `tokens` tokens, without earlier documents: (B, m + L)
-        bool; None: all."""
+        """Which keys are real after `tokens` tokens, without earlier documents: (B, m + L) bool; None: all."""
         if self.padding is not None:
             # A row with padding alone so far keeps no real state, so that the next segment is its first.
             return self.padding.real & ~self.padding.waiting[:, tokens : tokens + 1]
@@ -222,15 +206,8 @@ class Segment:
         return kept if self.text_mask is None else kept & self.text_mask
 
     def remember(self, memory: Sequence[Any], entered: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """The last M of the m + L states of each layer, without the last ext_len of the segment (Section 3.2).
-
-        Args:
-            memory, entered: n_layer tensors each, (B, m, D) and (B, L, D), that entered the layers.
-
-        Returns:
-            `mems`, NaN where they are not real, with a graph where gradients are enabled, and `mems_mask`. No state is
-            copied that need not be.
-        """
+        """`mems` and `mems_mask`: the last M of the m + L states of each layer, (B, m, D) of `memory` and (B, L, D) of
+        `entered`, without the last ext_len of the segment (Section 3.2); NaN where they are not real."""
         m, lengths = self.memory.length, self.lengths
         end = m + max(0, self.length - lengths.ext_len)
         start = max(0, end - lengths.mem_len)
@@ -244,7 +221,7 @@ class Segment:
             )
         if not torch.is_grad_enabled():
             mems = tuple(states.detach() for states in mems)
-        # Without documents of the last ext_len tokens, because the next call reads these and their `resets` again.
+        # Without the last ext_len tokens' documents, because the next call reads these and their `resets` again.
         mask = self.text_mask
         if mask is not None or self.first_key is not None:
             mask = self.real_after(end - m)
@@ -256,7 +233,7 @@ class Segment:
         return tuple(states.masked_fill(hidden.to(states.device), torch.nan) for states in mems), mems_mask
 
     def remember_in_cache(self) -> None:
-        """Store in the cache, after the keys of the call, which of its keys are real."""
+        """Store in the cache which of its keys, those of the call included, are real."""
         cache, mask = self.cache, self.real_after(self.length)
         assert cache is not None
         state = decoding_state_of(cache)
@@ -271,10 +248,11 @@ class Segment:
             clear_keys(cache, ~mask)
         if torch.is_grad_enabled():
             stop_gradients(cache)
+        if isinstance(cache, ProjectedMemory):
+            cache.end_call(self.lengths.mem_len)
         if not cache.is_compileable:
             state.key_mask, state.end = drop_idle_mask(mask), text_length(cache)
             return
-        state.crop_distances(1 + self.lengths.mem_len)
         if mask is not None:
             mask = drop_idle_mask(mask[:, 1 - cache.layers[0].max_cache_len :])
         if mask is None:
@@ -285,15 +263,15 @@ class Segment:
         elif state.key_mask is not None and state.key_mask.shape == mask.shape:
             state.key_mask.copy_(mask)
         elif self.first_key is not None or not self.memory.is_covered:
-            # Otherwise none is stored, because the caller gives a mask of all keys with every token, as `generate`
-            # does, and a graph cannot check whether it hides anything.
+            # Otherwise the caller gives a mask of all keys with every token, as `generate` does, which is not stored,
+            # because a graph cannot check whether it hides anything.
             state.key_mask = mask
 
 
 def _open_cache(
     config: TransfoXLConfig, mem_len: int, embeds: Tensor, attention_mask: Tensor | None, cache: Cache
 ) -> Memory:
-    """The memory of a call that continues a cache; keys that the call hides are cleared there."""
+    """The memory of a call that continues a cache, where keys that it hides are cleared."""
     (rows, length, _), held, zeros = embeds.shape, held_keys(cache, embeds.shape[1]), config.initial_memory == "zeros"
     real, front, older_mask = remembered_mask(cache, held), None, None
     m, mask = cached_key_mask(attention_mask, cache, mem_len, rows, length, real)
@@ -343,8 +321,7 @@ def _open_states(
 
 
 def _begin_documents(text_mask: Tensor | None, resets: Tensor, m: int) -> tuple[Tensor | None, Tensor]:
-    """The mask of keys, (B, m + L) or None, and the first key of each token, (B, L), for documents that begin where
-    `resets`, (B, L) bool, is True."""
+    """The mask of keys, (B, m + L) or None, and the first key of each token, (B, L), by `resets`, (B, L) bool."""
     positions = torch.arange(m, m + resets.shape[1], device=resets.device)
     first_key = torch.where(resets, positions, 0).cummax(dim=1).values
     if m > 0:
@@ -369,11 +346,7 @@ def split_mask(
     mems_mask: Tensor | None,
     attention_mask: Tensor,
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """`mems`, `mems_mask` and `attention_mask`, (B, L), from a mask of mems and text together; `inputs` are (B, L, …).
-
-    Raises:
-        ValueError: as in a forward.
-    """
+    """`mems`, `mems_mask` and `attention_mask`, (B, L), from a mask of mems and text, `inputs` (B, L, …), together."""
     memory = _open_states(config, mem_len, inputs, mems, mems_mask, attention_mask, None)
     m, mask, front = memory.length, memory.key_mask, memory.front
     assert mask is not None, "made of an attention_mask"

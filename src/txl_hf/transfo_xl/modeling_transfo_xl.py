@@ -3,16 +3,15 @@
 A text is read in segments. Each layer attends to the segment and to the memory: the hidden states that entered the
 same layer while earlier segments were read (Section 3.2). The memory is explicit, in and out:
 
-* `mems`, the states themselves: a tuple of n_layer tensors (B, m, D), for training and evaluation, and with them
-  `mems_mask`, (B, m), where padding or a new beginning has hidden some;
-* `past_key_values`, the same states already projected to keys and values: a `Cache` of `transformers`, for decoding.
+* `mems`, the states themselves, with `mems_mask`: for training and evaluation;
+* `past_key_values`, the same states projected to keys and values: a `Cache` of `transformers`, for decoding.
 
 Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys, D = `d_model`, H heads,
 Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and `position_bias`.
 """
 
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,14 +67,13 @@ class TransfoXLModelOutput(ModelOutput):
     Args:
         last_hidden_state: (B, L, D), the output of the last layer.
         mems: tuple of n_layer tensors (B, min(m + L, M), D), the memory after this segment, detached unless
-            `detach_mems=False`. In autocast's dtype where it is on; with `pre_lnorm` in that of the hidden states.
-            Padding is NaN.
-        past_key_values: the memory as projected keys and values, instead of `mems` with `use_cache=True`. From
-            transformers 5.24 on the field is `cache`, and this its old name.
+            `detach_mems=False`, in autocast's dtype or, with `pre_lnorm`, that of the hidden states. Padding is NaN.
+        past_key_values: the memory as projected keys and values, instead of `mems` with `use_cache=True`. Its name is
+            `cache` from transformers 5.24 on.
         hidden_states: tuple of n_layer + 1 tensors (B, L, D), with `output_hidden_states=True`.
         attentions: tuple of n_layer tensors (B, H, L, m + L), with `output_attentions=True`.
-        mems_mask: (B, min(m + L, M)) bool, which states of `mems` are real; None: all of them. Pass it to the next
-            call with `mems`. It is a copy: set a row to False to begin it afresh.
+        mems_mask: (B, min(m + L, M)) bool, which states of `mems` are real; None: all. Pass it to the next call with
+            `mems`; set a row to False to begin it afresh.
     """
 
     last_hidden_state: Tensor | None = None
@@ -145,27 +143,6 @@ class TransfoXLTokenClassifierOutput(_HeadOutput):
     """
 
 
-class TransfoXLKeywords(TypedDict, total=False):
-    """Keywords of a call beside the arguments that `TransfoXLModel.forward` names.
-
-    Attributes:
-        cache: `past_key_values` by the name that it has from transformers 5.24 on.
-        output_hidden_states, output_attentions: return these too.
-        position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx: where documents begin in a row, as collators of
-            `transformers` and TRL write them for packed batches; a document that begins inside a row is a reset.
-            `mems` alone decide whether the row's first token continues a text. The heads name position_ids and
-            seq_idx, because `Trainer` keeps the columns of a data set that a head names.
-    """
-
-    cache: Cache | None
-    output_hidden_states: bool | None
-    output_attentions: bool | None
-    position_ids: Tensor | None
-    cu_seq_lens_q: Tensor | None
-    cu_seq_lens_k: Tensor | None
-    seq_idx: Tensor | None
-
-
 class TransfoXLMLP(nn.Module):
     """The position-wise feed-forward, (B, L, D) → (B, L, D)."""
 
@@ -183,11 +160,8 @@ class TransfoXLMLP(nn.Module):
 
 
 class TransfoXLAttention(nn.Module):
-    """Projections around `relative_attention` (Section 3.3).
-
-    `r_proj` (the paper's W_k,R) and the biases exist if the encoding of positions (`config.positions`) has them in
-    each layer; the model passes in those that layers share.
-    """
+    """Projections around `relative_attention` (Section 3.3). `r_proj` (the paper's W_k,R) and the biases exist if
+    `config.positions` has them in each layer; the model passes in those that layers share."""
 
     def __init__(self, config: TransfoXLConfig, layer_idx: int):
         super().__init__()
@@ -205,8 +179,7 @@ class TransfoXLAttention(nn.Module):
         self.position_bias: nn.Parameter | None = None
         config.positions.add_to_attention(self)
         self.dropout = nn.Dropout(config.dropout)
-        # Never called, because backends drop probabilities by its `p`. It is a module so that code that turns every
-        # dropout of a model off (TRL) finds this one.
+        # Never called, because backends drop by its `p`; a module, so that TRL finds it when it turns dropouts off.
         self.dropatt = nn.Dropout(config.dropatt)
 
     def forward(
@@ -220,13 +193,10 @@ class TransfoXLAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
-            hidden_states: (B, L, D), for the queries.
-            context: (B, n, D), for new keys and values, behind those of `memory`.
+            hidden_states: (B, L, D), for the queries. context: (B, n, D), for the keys and values after `memory`.
             memory: (B, m, D), or None where `context` begins with it or there is none.
-            distances: of this layer.
-            segment: the masks, and the cache, which holds the keys and values of the memory and takes those of
-                `context`.
-            state: where W_R R is stored for later calls; None: each call computes it.
+            distances: of this layer. segment: the masks, and the cache, which takes keys and values of `context`.
+            state: where W_R R is stored for later calls; None: nowhere.
 
         Returns:
             (B, L, D), and the probabilities (B, H, L, K) where the backend has them.
@@ -242,7 +212,6 @@ class TransfoXLAttention(nn.Module):
             key, value = segment.cache.update(key, value, self.layer_idx)
         rel_key = state.rel_keys.get(self.layer_idx) if state is not None else None
         if rel_key is None and distances.positions is not None:
-            # The keys of n ≤ K distances, (n, H, Dh): W_R R of the paper, or learned ones, which nothing projects.
             rel_key = distances.positions
             if self.r_proj is not None:
                 if self.r_proj._forward_pre_hooks:
@@ -272,7 +241,7 @@ class TransfoXLAttention(nn.Module):
 
 
 def _check_adapters(r_proj: nn.Module) -> None:
-    """Raise a ValueError where PEFT would treat distances as rows of a batch, each with an adapter of its own."""
+    """Raise a ValueError where PEFT would treat distances as rows of a batch, with an adapter each."""
     for hook in r_proj._forward_pre_hooks.values():
         if {"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys():
             raise ValueError(
@@ -288,9 +257,8 @@ class TransfoXLGate(nn.Module):
         r = σ(W_r y + U_r x),    z = σ(W_z y + U_z x - b_g),    ĥ = tanh(W_g y + U_g (r ⊙ x)),
         g(x, y) = (1 - z) ⊙ x + z ⊙ ĥ.
 
-    b_g begins at `config.gate_bias`: above 0 it keeps z small, so that at first a layer hardly changes its input.
     `y_proj` holds the rows of W_r, W_z and W_g in this order, `x_proj` those of U_r and U_z, `candidate_proj` is U_g,
-    and `bias` b_g.
+    and `bias` b_g, which begins at `config.gate_bias`.
     """
 
     def __init__(self, config: TransfoXLConfig):
@@ -317,7 +285,7 @@ class TransfoXLLayer(GradientCheckpointingLayer):
         o = LayerNorm(h + W_o · attention of h to h̃),    the next h = LayerNorm(o + feed-forward(o)).
 
     With `pre_lnorm`, the inputs of attention and feed-forward are normalised instead of the sums. `gating` does so
-    too, and replaces the sums by gates (`TransfoXLGate`) (GTrXL, Parisotto et al., 2020, Sections 3.1 and 3.2):
+    too, and replaces the sums by gates g (`TransfoXLGate`):
 
         o = g(h, ReLU(W_o · attention of LayerNorm(h) to LayerNorm(h̃))),
         the next h = g'(o, ReLU(feed-forward(LayerNorm(o)))).
@@ -366,10 +334,8 @@ def _join(entered: Tensor, returned: Tensor, gate: TransfoXLGate | None) -> Tens
 
 
 def _setting(name: str) -> property:
-    """A field of the configuration as an attribute of the model, where the originals' scripts set it.
-
-    Setting it to an invalid value raises the configuration's error; the model is unchanged then.
-    """
+    """A field of the configuration as an attribute of the model, where the originals' scripts set it. An invalid value
+    raises the configuration's error, and leaves the model unchanged."""
 
     def set_field(model: "TransfoXLPreTrainedModel", value):
         model.config.check_change(name, value)
@@ -428,7 +394,7 @@ class TransfoXLPreTrainedModel(TransfoXLVocabularyModel, TransfoXLLayoutModel):
 
     @property
     def embeddings(self) -> "TransfoXLModel":
-        """For PEFT, which reads `embeddings.word_embeddings`; the tables of all bins are not one parameter."""
+        """For PEFT, which reads `embeddings.word_embeddings`."""
         return self.base_model
 
     @property
@@ -461,10 +427,8 @@ class TransfoXLPreTrainedModel(TransfoXLVocabularyModel, TransfoXLLayoutModel):
     same_length = _setting("same_length")
 
     def init_mems(self, batch_size: int) -> tuple[Tensor, ...] | None:
-        """The memory before the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), or None if M = 0.
-
-        Device and dtype are those of the hidden states. No two tensors share storage.
-        """
+        """The memory before the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), each with a storage of
+        its own, in the hidden states' type; None if M = 0."""
         first = self.first_parameter
         mems = initial_memory(self.config, self.config.mem_len, batch_size, first.dtype, first.device)
         return None if mems is None else tuple(states.clone() for states in mems)
@@ -486,10 +450,7 @@ class VectorEmbedding(nn.Linear):
 
 
 class TransfoXLModel(TransfoXLPreTrainedModel):
-    """Transformer-XL without a head: hidden states and memory.
-
-    With `vocab_size=0` it has no table of tokens and reads vectors, `inputs_embeds`, alone.
-    """
+    """Transformer-XL without a head: hidden states and memory."""
 
     word_emb = property(lambda model: model.embed_tokens, doc="`embed_tokens` by its legacy name.")
 
@@ -526,35 +487,34 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         mems_mask: Tensor | None = None,
         resets: Tensor | None = None,
         detach_mems: bool = True,
-        **kwargs: Unpack[TransfoXLKeywords],
+        **kwargs: Any,
     ) -> TransfoXLModelOutput:
         """
         Args:
             input_ids: (B, L), the segment.
             mems: the memory, tuple of n_layer tensors (B, m, D), m ≤ M, of any floating-point type and on any device.
                 None: see `config.initial_memory`.
-            attention_mask: (B, n), 1 = real, 0 = padding, for the last n of the m + L keys, of the segment (n = L),
-                the memory too (n = m + L) or the whole text so far: see `make_key_mask`. Padding is never attended to,
-                now or later, and a padded row equals the row alone: zeros in front of any such mask stand before its
-                text, as zero states with `initial_memory="zeros"`. A row whose memory columns are all 0 starts fresh.
+            attention_mask: (B, n), 1 = real, 0 = padding, for the segment (n = L), the memory too (n = m + L) or the
+                whole text so far: see `make_key_mask`. Padding is never attended to, now or later, and a padded row
+                equals the row alone. A row whose memory columns are all 0 starts fresh.
             past_key_values: the memory as projected keys and values, continued in place. An empty one starts from
-                `mems`, or from the initial memory. It belongs to the weights that filled it: after they have changed,
-                `past_key_values.reset()` and read the text again.
+                `mems`, or from the initial memory. After weights have changed, reset it and read the text again.
             inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`; the
                 only input of a model without tokens (`vocab_size=0`), (B, L, `input_size`) if that is set.
             use_cache: return `past_key_values` instead of `mems`.
-            lengths: of this call, instead of the configuration's, so that threads can share a model and use different
-                ones.
+            lengths: of this call, instead of the configuration's.
             mems_mask: (B, m) bool, which states of `mems` are real: `mems_mask` of the outputs that `mems` are from.
-                None: all of them. Other states may have any values.
-            resets: (B, L) bool, True at a token where another document or episode begins, which sees nothing before
-                it: each has the states, the memory and the gradients that it has alone. The host checks whether there
-                is any, and waits for a GPU once. Needs relative positions and `initial_memory="empty"`: with `"zeros"`
-                a document sees `mem_len` zero states before it, in whose places a row has other documents.
-            detach_mems: False: the `mems` that are returned keep their graph, so that the loss of a later segment has
-                gradients through them (truncated backpropagation in time, over as many calls as keep it).
-                `past_key_values` never pass gradients.
-            kwargs: see `TransfoXLKeywords`.
+                None: all. Other states may have any values.
+            resets: (B, L) bool, True at a token where another document or episode begins: each has the states, the
+                memory and the gradients that it has alone. The host checks whether there is any, and waits for a GPU
+                once. Needs relative positions and `initial_memory="empty"`.
+            detach_mems: False: the `mems` that are returned keep their graph, for truncated backpropagation in time
+                over as many calls as keep it. `past_key_values` never pass gradients.
+            cache (in kwargs): `past_key_values` by its name from transformers 5.24 on.
+            output_hidden_states, output_attentions (in kwargs): return these too.
+            position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx (in kwargs): where documents begin in a row, each a
+                reset, as collators of `transformers` and TRL write it for packed batches (`packed_starts`). The heads
+                name position_ids and seq_idx, because `Trainer` keeps the columns of a data set that a head names.
 
         Raises:
             ValueError: inputs that do not fit the model or each other; the message names them.
@@ -563,22 +523,20 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         cache = kwargs.pop("cache", None)
         if cache is not None or past_key_values is not None:
             cache = chosen_cache(past_key_values, cache)
-        keywords: dict[str, Any] = {**kwargs}
         others = {"attention_mask": attention_mask, "mems": mems, "mems_mask": mems_mask, "resets": resets}
-        inputs = checked_inputs(self.config, input_ids, inputs_embeds, keywords, **others)
-        # The configuration has the fields of `MemoryLengths`.
+        inputs = checked_inputs(self.config, input_ids, inputs_embeds, kwargs, **others)
         filled: FilledLengths = self.config if lengths is None else MemoryLengths.of(lengths, self.config)
         if input_ids is not None:
             embeds = self.embed_tokens(inputs)
         else:
-            # Cast here, because observations are often fp64, NumPy's default; with `input_size` the projection casts.
+            # Observations are often fp64, NumPy's default; with `input_size` the projection casts.
             embeds = inputs if self.config.input_size else inputs.to(self.first_parameter.dtype)
         if use_cache or cache is not None:
             cache = self._choose_cache(cache, filled.mem_len)
-        if resets is not None or any(keywords.get(name) is not None for name in DOCUMENT_KEYWORDS):
+        if resets is not None or any(kwargs.get(name) is not None for name in DOCUMENT_KEYWORDS):
             (rows, length), device = embeds.shape[:2], embeds.device
-            resets = find_resets(self.config, filled.mem_len, (rows, length), device, attention_mask, resets, keywords)
-        wants_attentions = bool(keywords.get("output_attentions", self.config._output_attentions))
+            resets = find_resets(self.config, filled.mem_len, (rows, length), device, attention_mask, resets, kwargs)
+        wants_attentions = bool(kwargs.get("output_attentions", self.config._output_attentions))
         segment = Segment.open(
             self.config, filled, embeds, mems, mems_mask, attention_mask, cache, resets, wants_attentions
         )
@@ -615,14 +573,13 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
     def _enter_vectors(self, embeds: Tensor, segment: Segment) -> Tensor:
         """The embeddings, (B, L, D), of a caller's vectors, (B, L, F)."""
         if segment.text_mask is not None:
-            # Zeros at padding, because a caller's vectors may be NaN there, which would spread; a table's are not.
+            # Zeros at padding, because a caller's vectors may be NaN there, which would spread.
             embeds = hide_states(embeds, segment.text_mask[:, segment.memory.length :])
         if self.config.vocab_size > 0:
             return embeds
         embeds = self.embed_vectors(embeds)
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled() and not embeds.requires_grad:
-            # A reentrant checkpoint computes gradients only if its inputs require them, which transformers sets for
-            # tables of tokens.
+            # A reentrant checkpoint needs inputs that require gradients, which transformers sets for tables alone.
             if getattr(self._gradient_checkpointing_func, "keywords", {}).get("use_reentrant", False):
                 return embeds.detach().requires_grad_()
         return embeds
@@ -632,7 +589,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         # Distances have the dtype of the products that read them.
         like = states.new_empty(0, states.shape[-1], dtype=working_dtype(states))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # Forwards with gradients are counted, because each step of a fused optimizer follows one, and changes
+            # Forwards with gradients are counted, because the step of a fused optimizer that follows one changes
             # weights without raising the `_version` by which a cache detects that its W_R R is outdated.
             self._trained += 1
         if segment.cache is None or torch.is_grad_enabled() or draws(self.position_dropout):
@@ -642,7 +599,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
     def _kept_distances(
         self, segment: Segment, like: Tensor, state: DecodingState
     ) -> tuple[list[Distances], DecodingState]:
-        """`_distances` that a cache stores: those of its state, made anew where they are too few or outdated."""
+        """`_distances` of a cache's state, made anew where they are too few or outdated."""
         clamp_len = segment.lengths.clamp_len
         # The distances of a full memory at once, because a growing one would compute them again for each token.
         reach = max(segment.key_length, segment.lengths.mem_len + 1)
@@ -686,8 +643,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 "TransfoXLModel or a classifier, or give the model a vocabulary"
             )
         super().__init__(config)
-        # Set, because transformers derives `loss_type` from the class name: with that of a subclass `Trainer` would
-        # count a label too many in each row.
+        # transformers derives it from the class name; by that of a subclass, `Trainer` counts a label too many a row.
         self.loss_type = "ForCausalLM"
         self.transformer = TransfoXLModel(config)
         self.lm_head = AdaptiveLogSoftmax(config)
@@ -735,18 +691,15 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 position_ids, seq_idx: see `TransfoXLModel.forward`.
             labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored, and so is padding by
                 `attention_mask`, as a target and as a predicting token. The first token of a document inside a row is
-                a target of the token before it, as in `TokenStream`, unless its label is -100.
-            shift_labels (in kwargs): (B, L), targets aligned with the inputs already, so that the last token of a
-                segment predicts the first of the next. Takes precedence over `labels`.
-            num_items_in_batch (in kwargs): the divisor of the sum of the losses, instead of the number of targets: the
-                number of labels other than -100 in all batches of a step, as `Trainer` counts them. Padding among them
-                counts with this batch's mean loss.
+                a target of the token before it, unless its label is -100.
+            shift_labels (in kwargs): (B, L), targets aligned with the inputs already, instead of `labels`.
+            num_items_in_batch (in kwargs): the divisor of the sum of the losses: the number of labels other than -100
+                in all batches of a step, as `Trainer` counts them. Padding among them counts with this batch's mean.
             logits_to_keep: keep the logits of the last so many positions, or of the positions in a tensor; 0: all.
-            output_logits: whether to return logits beside a loss, (tokens × vocabulary) numbers that the loss does not
-                need. By default a model without cutoffs returns them, and one with cutoffs if it is so configured, or
-                in evaluation mode if they take at most 256 MiB. Second derivatives need them.
-            logits_top_k (in kwargs): only the k most probable tokens of each position have to be exact, see
-                `AdaptiveLogSoftmax.log_prob`. `generate` gives it where no other token can matter.
+            output_logits: whether to return logits beside a loss. By default a model without cutoffs returns them, and
+                one with cutoffs if it is so configured, or in evaluation mode if they take at most 256 MiB. Second
+                derivatives need them.
+            logits_top_k (in kwargs): `top_k` of `AdaptiveLogSoftmax.log_prob`.
 
         Raises:
             ValueError: a label is neither -100 nor in [0, V), or has another shape; and see `TransfoXLModel.forward`.
@@ -812,7 +765,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
 
     def __init__(self, config: TransfoXLConfig):
         super().__init__(config)
-        # Set, because transformers derives `loss_type` from the class name, which a subclass changes.
+        # transformers derives it from the class name, which a subclass changes.
         self.loss_type = "ForSequenceClassification"
         self.num_labels = config.num_labels
         self.transformer = TransfoXLModel(config)
@@ -840,10 +793,8 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         Args:
             input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets,
                 position_ids, seq_idx: see `TransfoXLModel.forward`. The last real token is the last one marked by
-                `attention_mask`, without a mask the last one other than `config.pad_token_id`, or else the last one of
-                `inputs_embeds`. Padding may be on either side with a mask, and after the text without one, because a
-                mask alone hides it. A row without any real token, as a text that ended in an earlier segment, has
-                logits of NaN.
+                `attention_mask`, without a mask the last one other than `config.pad_token_id`, which may then pad on
+                the right alone, or else the last one of `inputs_embeds`. A row without any has logits of NaN.
             labels: (B,) or (B, 1) classes, or `num_labels` numbers for each row, for regression or multi-label
                 classification; by `config.problem_type`, or by their shape where that is None. The class -100, for a
                 row without real tokens, is ignored; the number -100.0 is a label like others.
@@ -905,11 +856,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
 
 
 class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
-    """Transformer-XL with a linear classifier on every token.
-
-    A text longer than any segment is read as by the other heads, segment by segment with the memory handed on, so that
-    each token is scored once, from all before it that the memory covers. Later tokens are not seen.
-    """
+    """Transformer-XL with a linear classifier on every token, which sees no later ones."""
 
     def __init__(self, config: TransfoXLConfig):
         if config.problem_type not in (None, "single_label_classification"):
@@ -979,8 +926,8 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
 
 
 def _without_last_state(outputs: TransfoXLModelOutput, use_cache: bool | None = None) -> dict[str, Any]:
-    """The fields of the model's output that a head returns too. With an explicit `use_cache=False` a classifier
-    returns no memory, because pipelines set it, and cannot split the layers' tensors into rows."""
+    """The fields of the model's output that a head returns too; with an explicit `use_cache=False` a classifier
+    returns no memory, because pipelines, which set it, cannot split the layers' tensors into rows."""
     left_out = {"last_hidden_state", *(("mems", "mems_mask") if use_cache is False else ())}
     return {name: value for name, value in outputs.items() if name not in left_out}
 

@@ -1,8 +1,7 @@
 """Encodings of positions, a class for each `attn_type`.
 
 A class defines the parameters of its encoding, the terms that it adds to the hidden states and to each layer's
-attention, and whether a memory may precede the segment. A new encoding is a new class in `POSITIONS`; attention takes
-a score per distance (`rel_bias`), a key per distance (`rel_key`), or both.
+attention, and whether a memory may precede the segment. A new encoding is a new class in `POSITIONS`.
 
 Letters: B batch, L segment, K = m + L keys (memory, then segment), D = `d_model`, H heads, Dh head width.
 """
@@ -14,22 +13,13 @@ from torch import Tensor, nn
 
 
 def is_exporting(unknown: bool = False) -> bool:
-    """Whether torch.export is tracing; `unknown` up to PyTorch 2.6, which has no flag for it.
-
-    The private flag, because `torch.compiler.is_exporting()` of PyTorch 2.11 is also True in torch.compile.
-    """
+    """Whether torch.export is tracing; `unknown` up to PyTorch 2.6. By the private flag, because PyTorch 2.11's
+    `torch.compiler.is_exporting()` is also True in torch.compile."""
     return getattr(torch.compiler, "_is_exporting_flag", unknown)
 
 
 def sinusoid(positions: Tensor, width: int) -> Tensor:
-    """R of the paper: sines, then cosines, of the positions at geometric frequencies.
-
-    Args:
-        positions: (K,) fp32 or fp64. width: even.
-
-    Returns:
-        (K, width), of the positions' type.
-    """
+    """R of the paper: sines, then cosines, of positions (K,), fp32 or fp64: (K, width), of their type."""
     exponents = torch.arange(0, width, 2, device=positions.device, dtype=positions.dtype) / width
     # The originals' order of operations, because another one changes the angle at distance 1,000 by 1e-4.
     angles = torch.outer(positions, 1 / 10000.0**exponents)
@@ -37,10 +27,8 @@ def sinusoid(positions: Tensor, width: int) -> Tensor:
 
 
 def sinusoids_of_distances(key_length: int, embeds: Tensor, clamp_len: int) -> Tensor:
-    """R for the distances K - 1, …, 0: (K, D), of the type of `embeds` (…, D); those beyond `clamp_len` share one row.
-
-    Distances are counted in fp32 at least, because bf16 has no 301.
-    """
+    """R for the distances K - 1, …, 0: (K, D), of the type of `embeds` (…, D); beyond `clamp_len` they share a row."""
+    # fp32 at least, because bf16 has no 301.
     dtype = torch.promote_types(embeds.dtype, torch.float32)
     distances = torch.arange(key_length - 1, -1, -1, device=embeds.device, dtype=dtype)
     if clamp_len > 0:
@@ -49,7 +37,7 @@ def sinusoids_of_distances(key_length: int, embeds: Tensor, clamp_len: int) -> T
 
 
 def _is_symbol() -> bool:
-    """Whether K is a symbol, which cannot be compared: in an export or a trace. All distances then have a row."""
+    """Whether K is a symbol, which cannot be compared: in an export or a trace."""
     return torch.jit.is_tracing() or (torch.compiler.is_compiling() and is_exporting(unknown=True))
 
 
@@ -62,9 +50,8 @@ def decay_of_distances(key_length: int, config: Any, embeds: Tensor) -> Tensor |
     """The score -2 ln(distance / `decay_len`) of the distances K - 1, …, 0, and 0 up to `decay_len`: (H, K), to be
     scaled as scores are, of the type of `embeds`. None if no distance is beyond `decay_len`.
 
-    A key is thereby weighed by (decay_len / distance)². KERPLE (Chi et al., 2022, https://arxiv.org/abs/2205.09921)
-    learns such scores from the first distance on. Here the distances of training have the score 0, so that no model
-    has to be trained with the decay; those beyond have the position of `decay_len`, as their own were not trained.
+    KERPLE (Chi et al., 2022, https://arxiv.org/abs/2205.09921) learns such scores from the first distance on. Here
+    those of training are 0, so that no model has to be trained with the decay.
     """
     if not (_is_symbol() or key_length - 1 > config.decay_len):
         return None
@@ -78,8 +65,7 @@ class Distances(NamedTuple):
     """Terms that the attention of a layer adds to its scores for each distance.
 
     Attributes:
-        positions: (n, D) sinusoids or (n, H, Dh) learned keys, furthest distance first. With fewer than K, all further
-            distances share the first row.
+        positions: (n, D) sinusoids or (n, H, Dh) learned keys, furthest distance first, which all further ones share.
         content_bias, position_bias, rel_bias: see `AttentionInputs`; None: the layer's own, or none.
     """
 
@@ -90,10 +76,10 @@ class Distances(NamedTuple):
 
 
 class Positions:
-    """The interface of an encoding; its methods add nothing, as most encodings need it."""
+    """The interface of an encoding, which adds nothing."""
 
-    # Whether positions are counted from each query, so that a memory may precede the segment. The others are the
-    # paper's baselines, whose positions are counted from the segment's last real token.
+    # Whether positions are counted from each query, so that a memory may precede the segment; else from the segment's
+    # last real token.
     recurrent = True
     # Whether, with `pre_lnorm`, the input of the queries is normalised too.
     normalizes_queries = True
@@ -104,11 +90,7 @@ class Positions:
 
     @classmethod
     def check_segment(cls, length: int, config: Any, given: str = "the call") -> None:
-        """Check that there is a position for each of the tokens that a call reads.
-
-        Raises:
-            ValueError: a token has no position; the message names `given`, the source of the length.
-        """
+        """Raise a ValueError, which names `given`, unless each of `length` tokens read at once has a position."""
 
     @staticmethod
     def add_to_model(model: Any) -> None:
@@ -130,18 +112,13 @@ class Positions:
 
     @staticmethod
     def distances(model: Any, key_length: int, embeds: Tensor, clamp_len: int) -> list[Distances]:
-        """For each layer the terms that its attention adds for the distances K - 1, …, 0; distances beyond `clamp_len`
-        share one row.
-
-        Args:
-            key_length: K. embeds: (B, L, D), for their type and device. clamp_len: of this call.
-        """
+        """For each layer the terms of the distances K - 1, …, 0; those beyond `clamp_len` share one row. `embeds`,
+        (…, D), give type and device."""
         return [Distances()] * model.config.n_layer
 
 
 class RelativeSinusoids(Positions):
-    """The paper's encoding (Section 3.3): the key of a distance is W_k,R R; each layer has u and v of its own or,
-    without `untie_r`, all layers share them."""
+    """The paper's encoding (Section 3.3): the key of a distance is W_k,R R; without `untie_r` layers share u and v."""
 
     @staticmethod
     def add_to_model(model: Any) -> None:
@@ -248,14 +225,8 @@ POSITIONS: dict[int, type[Positions]] = {
 
 
 def _of_real_tokens(positions: Tensor, key_mask: Tensor | None) -> Tensor:
-    """The positions of a segment's tokens, counted from each row's last real one; later padding shares its position.
-
-    Args:
-        positions: (L, D), the furthest first. key_mask: (B, L) bool, which tokens are real; None: all.
-
-    Returns:
-        (B, L, D), or (L, D) for all rows alike.
-    """
+    """Positions, (L, D), of a segment's tokens, counted from each row's last real one by `key_mask`, (B, L) bool or
+    None; later padding shares its position: (B, L, D), or (L, D) for all rows."""
     if key_mask is None:
         return positions
     # Not `len`, because a trace would record its number as a constant.
