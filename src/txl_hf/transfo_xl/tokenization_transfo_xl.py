@@ -314,16 +314,13 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         length: int | None = None,
         new_special_tokens: list[str | AddedToken] | None = None,
         special_tokens_map: dict[str, str] | None = None,
-        min_freq: int = 0,
-        **kwargs,
     ) -> "TransfoXLTokenizer":
         """A tokenizer with the symbols of another text and this one's mode, case, special tokens, chat template,
         sides of padding and truncation and greatest length.
 
         Args:
-            text_iterator, vocab_size, min_freq: as `lines` and others of `train_from_iterator`, with its errors.
+            text_iterator, vocab_size: as `lines` and `vocab_size` of `train_from_iterator`, with its errors.
             length, new_special_tokens, special_tokens_map: as in transformers; `length` is not needed.
-            kwargs: arguments that differ from this tokenizer's, such as `model_max_length` or `mode`.
         """
         rename = special_tokens_map or {}
         named = {name: rename.get(token, token) for name, token in self.special_tokens_map.items()}
@@ -331,19 +328,10 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         added = [str(token) for token in self.added_tokens_decoder.values() if token.special]
         extra = [rename.get(token, token) for token in added] + [str(token) for token in new_special_tokens or ()]
         extra = [token for token in extra if token not in specials.values()]
-        if "eos_token" in kwargs:
-            # Special tokens equal to the old `eos_token`, such as `pad_token`, are dropped with it.
-            specials = {name: token for name, token in specials.items() if token != specials["eos_token"]}
         kept = "mode lower_case line_ends add_bos_token add_eos_token chat_template padding_side truncation_side"
         options = {name: getattr(self, name) for name in (*kept.split(), "model_max_length")}
         options |= {"extra_special_tokens": extra, "model_specific_special_tokens": named, **specials}
-        if kwargs.get("mode", self.mode) != self.mode:
-            # Another mode has its own defaults for the ends of texts and lines, and for special tokens that are None.
-            ends = ("line_ends", "add_bos_token", "add_eos_token")
-            options = {name: value for name, value in options.items() if name not in ends and value is not None}
-        return type(self).train_from_iterator(
-            text_iterator, min_freq=min_freq, vocab_size=vocab_size, **options | kwargs
-        )
+        return type(self).train_from_iterator(text_iterator, vocab_size=vocab_size, **options)
 
     @property
     def line_ends(self) -> bool:
