@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import Unigram, WordLevel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from .tokenization_transfo_xl_moses import moses_decoder, moses_normalizers, moses_pre_tokenizer
 
@@ -214,14 +215,8 @@ def modes_of(backend: Tokenizer) -> list[str]:
     return [mode for mode in MODES if split(_pre_tokenizer(mode)) == found]
 
 
-def _byte_characters() -> dict[str, str]:
-    # ByteLevel writes printable Latin-1 bytes as themselves and the others as the characters from 256 on.
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return {str(byte): chr(byte if byte in printable else next(others)) for byte in range(256)}
-
-
-_BYTE_CHARACTERS = _byte_characters()
+# The character that the pre-tokenizer ByteLevel writes for each byte, by its decimal number.
+_BYTE_CHARACTERS = {str(byte): character for byte, character in bytes_to_unicode().items()}
 BYTE_SYMBOLS = {character: byte for byte, character in _BYTE_CHARACTERS.items()}
 
 
