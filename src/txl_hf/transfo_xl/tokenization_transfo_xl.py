@@ -225,28 +225,21 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
 
     @classmethod
     def from_symbols(
-        cls,
-        symbols: Iterable[str],
-        mode: str = "moses",
-        lower_case: bool = False,
-        unk_token: str | None = "<unk>",
-        eos_token: str | None = "<eos>",
-        **kwargs,
+        cls, symbols: Iterable[str], mode: str = "moses", lower_case: bool = False, **kwargs
     ) -> "TransfoXLTokenizer":
         """A tokenizer whose symbol `symbols[i]` has id `i`.
 
         Args:
             symbols (`Iterable[str]`): the vocabulary in the order of the ids, as the originals' `idx2sym`. In mode
                 `"bytes"` a symbol is a byte's decimal number, `"0"` … `"255"`.
-            mode, lower_case, unk_token, eos_token, kwargs: as for the class.
+            mode, lower_case, kwargs: as for the class.
 
         Raises:
             ValueError: a symbol occurs twice, is no string or no byte's number, a special token other than the
                 defaults is not among them, or a keyword is misspelt.
         """
         _check_keywords(cls.from_symbols, kwargs)
-        given = (mode, lower_case, unk_token, eos_token)
-        return cls(None, None, *given, vocab=list(symbols), **kwargs)
+        return cls(vocab=list(symbols), mode=mode, lower_case=lower_case, **kwargs)
 
     @classmethod
     def train_from_iterator(
