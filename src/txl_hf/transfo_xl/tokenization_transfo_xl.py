@@ -331,21 +331,16 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         """Whether a call reads a line feed as a token: the `eos_token` when `line_ends` was set or loaded."""
         return _line_end(self._tokenizer) is not None
 
-    @property
-    def line_feed_id(self) -> int | None:
-        """The token that `decode` writes as a line feed where it skips special tokens: the one that a call reads for a
-        line feed, unless texts are padded with it.
-        """
-        token = _line_end(self._tokenizer)
-        return None if token in (None, self.pad_token) else self.convert_tokens_to_ids(token)
-
     def _decode(self, token_ids: int | list[int], skip_special_tokens: bool = False, **kwargs) -> str:
-        line_feed = self.line_feed_id if skip_special_tokens else None
-        ids = [token_ids] if isinstance(token_ids, int) else token_ids
-        if line_feed is None or line_feed not in ids:
+        """As in `transformers`, but where special tokens are skipped, the token that a call reads for a line feed is
+        written as one, unless texts are padded with it.
+        """
+        line_end = _line_end(self._tokenizer)
+        if not skip_special_tokens or line_end in (None, self.pad_token):
             return super()._decode(token_ids, skip_special_tokens, **kwargs)
+        line_feed = self.convert_tokens_to_ids(line_end)
         lines: list[list[int]] = [[]]
-        for token in ids:
+        for token in [token_ids] if isinstance(token_ids, int) else token_ids:
             if token == line_feed:
                 lines.append([])
             else:
