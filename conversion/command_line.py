@@ -8,15 +8,12 @@ error and no folder is left behind.
 
 import argparse
 import functools
-import gc
 import glob
-import shutil
 import sys
 from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
-from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers.utils import logging
 
@@ -186,27 +183,22 @@ def write_model(
 ) -> Model:
     """Write config.json, generation_config.json, model.safetensors and the model's code to `folder`; return the model.
 
-    The tensors go through a file that `from_pretrained` reads, so that no weight can stay random unseen.
+    `from_pretrained` reads the tensors, so that no weight can stay random unseen.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    staging = folder / "staging"
-    config.save_pretrained(staging)
     state = {}
     for name, source in tqdm(checkpoint.tensors.items(), desc="reading", unit="tensor", disable=None):
         state[name] = source.read()
         check_weights(source.name, state[name], allow_non_finite)
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in state.values()))
-    save_file(state, staging / "model.safetensors", metadata={"format": "pt"})
-    # The tensors are freed before the model is loaded, because both together would be twice the checkpoint.
-    del state
-    gc.collect()
-    model_class = MODELS[checkpoint.head]
-    model, report = model_class.from_pretrained(staging, dtype=dtype, output_loading_info=True)
+    model, report = MODELS[checkpoint.head].from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+    )
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[problem]:
             raise ConversionError(f"{problem.replace('_', ' ')} in the written model: {sorted(report[problem])[:4]}")
-    shutil.rmtree(staging)
+    del state
     if checkpoint.generation is not None and model.can_generate():
         model.generation_config = checkpoint.generation
     model.save_pretrained(folder, max_shard_size="1TB")
@@ -244,7 +236,7 @@ def write_card(
     rows = [f"| {name} | {value} |" for name, value in describe_settings(model.config).items()]
     origin = ORIGIN.format(origin=checkpoint.origin, family=arguments.family, settings="\n".join(rows))
     title = arguments.push_to_hub or arguments.output.absolute().name
-    write_model_card(folder / "README.md", model, title, origin=origin, tokenizer=has_tokenizer)
+    write_model_card(folder / "README.md", model, title, origin=origin, tokenizer=has_tokenizer, base_model=None)
 
 
 def describe_settings(config: TransfoXLConfig) -> dict:
