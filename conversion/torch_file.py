@@ -87,17 +87,8 @@ class StorageFile:
                 "download it again"
             )
 
-    def read(self, begin: int, length: int) -> bytearray:
-        """Return bytes of the file, read into memory, because pages of a mapping would count on top of the tensors."""
-        data = bytearray(length)
-        with self.path.open("rb") as file:
-            file.seek(begin)
-            if file.readinto(data) != length:
-                raise UnsafePickleError(f"{self.path.name} is cut off")
-        return data
-
     def map(self) -> mmap.mmap:
-        """Return the file as a mapping, for bytes that are far apart."""
+        """Return the file as a mapping, a new one for each tensor, because pages of one that stays count as memory."""
         with self.path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -144,18 +135,14 @@ class StoredTensor:
         if numel > self.storage.numel or self.offset + span > self.storage.numel:
             raise UnsafePickleError(f"a tensor of shape {list(self.shape)} does not fit its storage")
         file, width = self.storage.file, self.dtype.itemsize
-        begin = file.place(self.storage) + self.offset * width
-        dense = span <= 2 * numel
         array: np.ndarray = np.ndarray(
             self.shape,
             f"<u{width}",
-            buffer=file.read(begin, span * width) if dense else file.map(),
-            offset=0 if dense else begin,
+            buffer=file.map(),
+            offset=file.place(self.storage) + self.offset * width,
             strides=[step * width for step in self.stride],
         )
-        # A view of a larger buffer would keep the whole of it in memory.
-        whole = dense and span == numel and array.flags.c_contiguous
-        return torch.from_numpy(array if whole else array.copy(order="C")).view(self.dtype)
+        return torch.from_numpy(array.copy(order="C")).view(self.dtype)
 
 
 # ---- what torch writes in pickles ----
