@@ -274,14 +274,6 @@ def _encode(machine: "Machine", text: Any, encoding: Any = "latin1") -> bytes | 
     return text.encode(encoding)
 
 
-def _reconstructed(machine: "Machine", kind: Any, *_: Any) -> StandIn:
-    """A stand-in for an object in the protocols before 2."""
-    if not isinstance(kind, Name):
-        raise UnsafePickleError("an object of something that is no class")
-    machine.pay(STAND_IN)
-    return StandIn(kind)
-
-
 # ---- the machine ----
 
 _CONSTANTS = frozenset(
@@ -358,8 +350,6 @@ class Machine:
         "builtins.frozenset": _set,
         "builtins.bytes": lambda machine: b"",  # an empty one in protocols below 3; with arguments it is refused
         "_codecs.encode": _encode,
-        "copy_reg._reconstructor": _reconstructed,
-        "copyreg._reconstructor": _reconstructed,
     }
     instructions: _Instructions = {}
     # Types besides the containers on which a pickle may set attributes.
