@@ -4,8 +4,8 @@ A pickle is a program for a small stack machine, and the standard machine import
 names. [`Machine`] knows the same instructions but imports nothing, calls nothing and sets no attribute: a class or
 function is only ever a [`Name`], and only names that the originals' files are known to hold are accepted. Where
 the program calls one of the names in `Machine.builders` (OrderedDict, Counter, set and the like), a function of this
-module makes the plain value it stands for; where it calls any other known name, the result is a [`StandIn`] that keeps
-the arguments and attributes and can do nothing.
+module makes the plain value it stands for; where it calls any other known name, the result is a [`StandIn`], which
+keeps the attributes and can do nothing.
 
 A few bytes of a pickle can build huge objects. So the machine counts what it builds, copies, hashes and walks, in
 bytes, and its instructions; a pickle that asks for more than `MAX_BYTES` and its own size is refused. Keys of
@@ -85,16 +85,10 @@ class Name:
 
 @dataclass(eq=False, slots=True)
 class StandIn:
-    """An object of a class that is not built: only its arguments and contents in the pickle.
-
-    `attributes` holds what would have become `__dict__`; `items` and `entries` what would have been appended or set.
-    """
+    """An object of a class that is not built: of its contents in the pickle only those of `__dict__`."""
 
     name: Name
-    args: tuple = ()
     attributes: dict[Any, Any] = field(default_factory=dict)
-    items: list = field(default_factory=list)
-    entries: dict[Any, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<stand-in for {shown(str(self.name))}>"
@@ -529,7 +523,8 @@ class Machine:
 
     def extend(self, values: list[Any]) -> None:
         target = self.top()
-        target = target.items if isinstance(target, StandIn) else target
+        if isinstance(target, StandIn):
+            return
         if not isinstance(target, list):
             raise UnsafePickleError("an append to something that is no list")
         self.pay(LIST_ITEM * len(values))
@@ -561,7 +556,8 @@ class Machine:
 
     def assign(self, values: list[Any]) -> None:
         target = self.top()
-        target = target.entries if isinstance(target, StandIn) else target
+        if isinstance(target, StandIn):
+            return
         if not isinstance(target, dict) or len(values) % 2:
             raise UnsafePickleError("keys and values set on something that is no dictionary")
         self.pay(DICT_ITEM * (len(values) // 2))
@@ -615,7 +611,7 @@ class Machine:
         self.pay(STAND_IN)
         build = self.builders.get(str(callee))
         if build is None:
-            self.stack.append(StandIn(callee, args))
+            self.stack.append(StandIn(callee))
             return
         try:
             self.stack.append(build(self, *args))
