@@ -7,7 +7,6 @@ are not read until `StoredTensor.read` asks for them.
 import math
 import mmap
 import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +22,13 @@ from txl_hf.legacy.unpickle import (
     StandIn,
     Stream,
     UnsafePickleError,
-    checksum_differs,
+    is_intact,
     shown,
 )
 from txl_hf.legacy.unpickle import load as load_pickle
 
 MAX_DIMENSIONS = 8
 STORAGE_SIZE = 400  # bytes that a `Storage` takes
-CHUNK = 1 << 24
 
 STORAGE_DTYPES = {
     "FloatStorage": torch.float32,
@@ -70,22 +68,16 @@ class StorageFile:
         record, width = self.places[storage.key], storage.dtype.itemsize
         if storage.numel * width > record.length:
             raise UnsafePickleError(f"storage {shown(storage.key)} in {self.path.name} is shorter than it says")
-        if record.checksum != 0 and record.name not in self.checked:
-            self._check(record)
+        if record.name not in self.checked:
+            with self.map() as data:
+                intact = is_intact(data, record)
+            if not intact:
+                raise UnsafePickleError(
+                    f"{self.path.name} is damaged: the checksum of record {shown(record.name)} does not match; copy "
+                    "or download it again"
+                )
             self.checked.add(record.name)
         return record.begin
-
-    def _check(self, record: Record) -> None:
-        with self.path.open("rb") as file:
-            file.seek(record.begin)
-            checksum, left = 0, record.length
-            while left > 0 and (data := file.read(min(left, CHUNK))):
-                checksum, left = zlib.crc32(data, checksum), left - len(data)
-        if checksum_differs(checksum, record.checksum):
-            raise UnsafePickleError(
-                f"{self.path.name} is damaged: the checksum of record {shown(record.name)} does not match; copy or "
-                "download it again"
-            )
 
     def map(self) -> mmap.mmap:
         """Return the file as a mapping, a new one for each tensor, because pages of one that stays count as memory."""

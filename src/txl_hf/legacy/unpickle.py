@@ -173,11 +173,9 @@ def _load_archive(path: Path, data: mmap.mmap, machine: "Machine") -> Any:
     place = f"{root}data/"
     machine.place_records({name[len(place) :]: record for name, record in records.items() if name.startswith(place)})
     record = records[pickles[0]]
-    end = record.begin + record.length
-    with memoryview(data) as view, view[record.begin : end] as content:
-        if checksum_differs(zlib.crc32(content), record.checksum):
-            raise UnsafePickleError("record data.pkl is damaged: its checksum does not match")
-    return machine.run(Stream(data, record.begin, end))
+    if not is_intact(data, record):
+        raise UnsafePickleError("record data.pkl is damaged: its checksum does not match")
+    return machine.run(Stream(data, record.begin, record.begin + record.length))
 
 
 def read_directory(path: Path, data: mmap.mmap) -> dict[str, Record]:
@@ -216,9 +214,10 @@ def _record(data: mmap.mmap, info: zipfile.ZipInfo) -> Record:
     return Record(info.filename, begin, info.file_size, info.CRC)
 
 
-def checksum_differs(found: int, written: int) -> bool:
-    """Whether a CRC-32 is not the one in the file. torch writes 0 where checksums are switched off."""
-    return written not in (0, found)
+def is_intact(data: mmap.mmap, record: Record) -> bool:
+    """Whether a record has its CRC-32. torch writes 0 where checksums are switched off."""
+    with memoryview(data) as view, view[record.begin : record.begin + record.length] as content:
+        return record.checksum == 0 or record.checksum == zlib.crc32(content)
 
 
 def _load_stream(data: mmap.mmap, machine: "Machine") -> Any:
