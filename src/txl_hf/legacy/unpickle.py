@@ -242,10 +242,7 @@ def _load_stream(data: mmap.mmap, machine: "Machine") -> Any:
 def _pairs(machine: "Machine", pairs: Any = (), *_: Any) -> dict:
     """A dictionary of a mapping, or of pairs of a key and a value."""
     built: dict[Any, Any] = {}
-    if isinstance(pairs, dict):
-        machine.pay(DICT_ITEM * len(pairs))
-        return dict(pairs)
-    for pair in machine.walk(pairs):
+    for pair in pairs.items() if isinstance(pairs, dict) else machine.walk(pairs):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise UnsafePickleError("a dictionary made of something else than pairs")
         machine.pay(DICT_ITEM)
