@@ -8,7 +8,6 @@ error and no folder is left behind.
 
 import argparse
 import functools
-import glob
 import sys
 from pathlib import Path
 
@@ -91,9 +90,8 @@ def say(text: str) -> None:
 
 def convert(arguments: argparse.Namespace) -> None:
     """Convert by the `arguments` of `parse_arguments`. Raises ConversionError and errors of reading and writing."""
-    family = FAMILIES[arguments.family]
-    check_paths(arguments.output, arguments.checkpoint, family)
-    checkpoint = family.read(arguments.checkpoint, arguments.corpus)
+    check_output(arguments.output)
+    checkpoint = FAMILIES[arguments.family].read(arguments.checkpoint, arguments.corpus)
     config = None
     if not checkpoint.tensors:
         check_vocabulary_alone(arguments)
@@ -113,15 +111,12 @@ def convert(arguments: argparse.Namespace) -> None:
         push(arguments.output, arguments.push_to_hub)
 
 
-def check_paths(output: Path, checkpoint: Path, family: Family) -> None:
-    """Raise ConversionError for an output that is in use or a checkpoint that is not there."""
+def check_output(output: Path) -> None:
+    """Raise ConversionError for an output that is in use."""
     if output.is_symlink():
         raise ConversionError(f"{output} is a link to {output.readlink()}; give a folder itself")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConversionError(f"{output} exists and is not empty; expected a new folder")
-    # The path of a TensorFlow checkpoint is the common beginning of its files' names.
-    if not checkpoint.exists() and not any(checkpoint.parent.glob(f"{glob.escape(checkpoint.name)}.*")):
-        raise ConversionError(f"{checkpoint} does not exist; {family.expected}")
 
 
 def check_vocabulary_alone(arguments: argparse.Namespace) -> None:

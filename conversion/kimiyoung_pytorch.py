@@ -151,4 +151,4 @@ def _attribute(module: object, name: str, kind: Any) -> Any:
     return value
 
 
-FAMILY = Family("kimiyoung-pytorch", EXPECTED, read)
+FAMILY = Family("kimiyoung-pytorch", read)

@@ -185,4 +185,4 @@ def _likely_dataset(fields: dict[str, Any]) -> str:
     return "wt103" if fields.get("proj_same_dim", True) else "lm1b"
 
 
-FAMILY = Family("kimiyoung-tf", EXPECTED, read)
+FAMILY = Family("kimiyoung-tf", read)

@@ -104,13 +104,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of checkpoint: its name for `--from`, what `--checkpoint` has to be, and the function that reads it.
+    """A kind of checkpoint: its name for `--from`, and the function that reads it.
 
     `read(checkpoint, corpus)` returns the `Checkpoint` and raises ConversionError.
     """
 
     name: str
-    expected: str
     read: Callable[[Path, Path | None], Checkpoint]
 
 

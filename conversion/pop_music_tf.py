@@ -11,7 +11,7 @@ from txl_hf.legacy.vocabulary import order_symbols
 
 from . import torch_file
 from .files import code_span, describe
-from .kimiyoung_tf import EXPECTED, LAYERS, find_prefix, read_bundle
+from .kimiyoung_tf import LAYERS, find_prefix, read_bundle
 from .layout import Checkpoint, ConversionError, Family, Source, Vocabulary, fields_from_shapes
 
 # Variable under `transformer/` (modules.py), tensor of the legacy layout, change of the tensor. Keras numbers layers
@@ -76,4 +76,4 @@ def read_dictionary(path: Path) -> Vocabulary:
     return Vocabulary(symbols, "whitespace", lower_case=False)
 
 
-FAMILY = Family("remi", EXPECTED, read)
+FAMILY = Family("remi", read)
