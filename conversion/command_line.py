@@ -138,8 +138,7 @@ def build_config(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Trans
             raise ConversionError(f"the vocabulary has {found} symbols, the model only {size}: it is another corpus'")
         if found < size:
             say(f"warning: the vocabulary has {found} symbols, the model {size}: another corpus?")
-        eos_token_id = checkpoint.vocabulary.eos_token_id
-        fields["eos_token_id"] = eos_token_id if eos_token_id is not None and eos_token_id < size else None
+        fields["eos_token_id"] = checkpoint.vocabulary.eos_token_id
     # The originals' word corpora, which have cutoffs, begin with <eos>; symbol 0 of the others is a letter.
     fields.setdefault("eos_token_id", 0 if fields["cutoffs"] else None)
     for name in OPTIONS:
