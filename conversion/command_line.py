@@ -1,9 +1,8 @@
-"""Convert an original Transformer-XL checkpoint to a folder that `AutoModelForCausalLM.from_pretrained` loads.
+"""The command `txl-convert`: a checkpoint to a folder that `AutoModelForCausalLM.from_pretrained` loads.
 
 The folder gets config.json, model.safetensors, the tokenizer where a vocabulary is at hand, and a model card; where
-there is a vocabulary alone (a pickled corpus, a folder with vocab.pkl), only the tokenizer. Nothing in a pickle is
-executed (`txl_hf.legacy.unpickle`). The exit status is 0 on success; otherwise the reason is one line on standard
-error and no folder is left behind.
+there is a vocabulary alone (a pickled corpus, a folder with vocab.pkl), only the tokenizer. The exit status is 0 on
+success; otherwise the reason is one line on standard error and no folder is left behind.
 """
 
 import argparse
@@ -175,9 +174,8 @@ def check_weights(name: str, tensor: torch.Tensor, allow_non_finite: bool) -> No
 def write_model(
     folder: Path, config: TransfoXLConfig, checkpoint: Checkpoint, allow_non_finite: bool = False
 ) -> Model:
-    """Write config.json, generation_config.json, model.safetensors and the model's code to `folder`; return the model.
-
-    `from_pretrained` reads the tensors, so that no weight can stay random unseen.
+    """Write the model's files to `folder`; return the model. `from_pretrained` reads the tensors, so that no
+    weight can stay random unseen.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -55,10 +55,9 @@ EXPECTED = "expected model.ckpt-N (its .index and .data files) or the folder tha
 
 
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
-    """Return the `Checkpoint` at `checkpoint`, a prefix such as `model.ckpt-0`, its `.index` file or its folder.
-
-    `corpus` is the pickled corpus (cache.pkl), or the folder with it and corpus-info.json, or with that alone. Raises
-    ConversionError, TensorBundleError or UnsafePickleError.
+    """Return the `Checkpoint` at a prefix such as `model.ckpt-0`, its `.index` file or its folder. `corpus` is the
+    pickled corpus (cache.pkl), or a folder with it or corpus-info.json. Raises ConversionError, TensorBundleError or
+    UnsafePickleError.
     """
     prefix = find_prefix(Path(checkpoint))
     tensors = read_bundle(prefix, TABLE)

@@ -38,10 +38,8 @@ DICTIONARY = "dictionary.pkl"
 
 
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
-    """Return the `Checkpoint` at `checkpoint`, a prefix such as `REMI-tempo-checkpoint/model`, or its folder.
-
-    `corpus` is the dictionary of events, dictionary.pkl, if it is not beside the checkpoint. Raises
-    ConversionError, TensorBundleError or UnsafePickleError.
+    """Return the `Checkpoint` at a prefix such as `REMI-tempo-checkpoint/model`, or its folder. `corpus` is
+    dictionary.pkl, if that is not beside it. Raises ConversionError, TensorBundleError or UnsafePickleError.
     """
     prefix = find_prefix(Path(checkpoint))
     tensors = read_bundle(prefix, TABLE)

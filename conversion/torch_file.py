@@ -1,8 +1,4 @@
-"""The tensors in files of `torch.save`, read one at a time and without running the pickles.
-
-`txl_hf.legacy.unpickle` has the machine that runs pickles; this one also knows tensors and their storages. Tensors
-are not read until `StoredTensor.read` asks for them.
-"""
+"""Files of `torch.save`, read without running their pickles; each tensor when `StoredTensor.read` asks for it."""
 
 import math
 import mmap
@@ -45,10 +41,8 @@ STORAGE_DTYPES = {
 
 
 def load(path: str | Path) -> Any:
-    """Return the object pickled in `path`: plain values, lists, dicts, `StandIn`s and `StoredTensor`s.
-
-    Raises UnsafePickleError with a one-line reason for a truncated, compressed or unknown format: known are bare
-    pickles, the zip archives of torch >= 1.6, and the concatenated pickles before it.
+    """Return the object pickled in `path`, with `StoredTensor`s for tensors. Raises UnsafePickleError, as the load of
+    `txl_hf.legacy.unpickle`.
     """
     return load_pickle(path, _TorchMachine(StorageFile(Path(path))))
 
@@ -114,10 +108,7 @@ class StoredTensor:
         return (self.storage.key, self.offset, self.shape, self.stride)
 
     def read(self) -> torch.Tensor:
-        """Return a contiguous copy of the tensor, no larger than the tensor.
-
-        Raises UnsafePickleError if the file has not enough bytes for it, or damaged ones.
-        """
+        """Return a contiguous copy. Raises UnsafePickleError if its bytes in the file are too few or damaged."""
         numel = math.prod(self.shape)
         if numel == 0:
             return torch.empty(self.shape, dtype=self.dtype)

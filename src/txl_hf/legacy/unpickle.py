@@ -2,18 +2,17 @@
 
 A pickle is a program for a small stack machine, and the standard machine imports and calls whatever the program
 names. [`Machine`] knows the same instructions but imports nothing, calls nothing and sets no attribute: a class or
-function is only ever a [`Name`], and only names that the originals' files are known to hold are accepted. Where
-the program calls one of the names in `Machine.builders` (OrderedDict, Counter, set and the like), a function of this
-module makes the plain value it stands for; where it calls any other known name, the result is a [`StandIn`], which
-keeps the attributes and can do nothing.
+function is only a [`Name`], of those that the originals' files hold. Where the program calls one of the names in
+`Machine.builders` (OrderedDict, Counter, set and the like), a function of this module makes the plain value it stands
+for; where it calls any other, the result is a [`StandIn`], which keeps the attributes and can do nothing.
 
-A few bytes of a pickle can build huge objects. So the machine counts what it builds, copies, hashes and walks, in
-bytes, and its instructions; a pickle that asks for more than `MAX_BYTES` and its own size is refused. Keys of
+A few bytes of a pickle can build huge objects. So the machine counts its instructions, and in bytes what it builds,
+copies, hashes and walks; a pickle that asks for more than `MAX_BYTES` and its own size is refused. Keys of
 dictionaries and members of sets are texts and numbers alone, because a tuple is hashed anew each time; and not many
 large numbers, because those can be made to collide.
 
-Three kinds of file are understood, as the originals wrote them over the years: a bare pickle (`vocab.pkl`,
-`cache.pkl`), the zip archives of torch >= 1.6, and the concatenated pickles that torch wrote before that.
+Three formats are read: a bare pickle (`vocab.pkl`, `cache.pkl`), the zip archives of torch >= 1.6, and the
+concatenated pickles that torch wrote before.
 """
 
 import functools
@@ -42,8 +41,8 @@ LEGACY_PROTOCOL = 1001
 # Bytes that an entry of each container takes in CPython, with the room that growth leaves unused.
 LIST_ITEM, DICT_ITEM, SET_ITEM, MEMO_ITEM, STAND_IN = 16, 72, 112, 104, 400
 
-# The classes and functions that the originals' files name: by module, or, because copies of the originals' sources
-# have other paths, by the last part of the module or by the class's own name.
+# The classes and functions that the originals' files name: by module or, because copies of the originals' sources lie
+# elsewhere, by the last part of the module or the class's name.
 _KNOWN = re.compile(
     r"""(?x)
     builtins\.(bool|bytes|dict|float|frozenset|int|list|long|object|set|slice|str|tuple|unicode)
@@ -127,11 +126,7 @@ class Stream:
 
 
 def load(path: str | os.PathLike, machine: "Machine | None" = None) -> Any:
-    """The object pickled in a file: plain values, lists, dicts and [`StandIn`]s.
-
-    Args:
-        path (`str` or `os.PathLike`): the file.
-        machine ([`Machine`], *optional*): the machine that runs the pickle; a subclass may read tensors too.
+    """The object pickled in a file: plain values, lists, dicts and [`StandIn`]s, or what `machine` builds besides.
 
     Raises:
         UnsafePickleError: in one line that names the file, why it has none of the three formats, or what is refused.
@@ -178,15 +173,8 @@ def _load_archive(path: Path, data: mmap.mmap, machine: "Machine") -> Any:
 
 
 def read_directory(path: Path, data: mmap.mmap) -> dict[str, Record]:
-    """The records of a zip archive by name. torch stores its records uncompressed; others could unpack to any size.
-
-    Args:
-        path (`Path`): the file.
-        data (`mmap.mmap`): its bytes.
-
-    Raises:
-        UnsafePickleError: a record is compressed or encrypted or cut off.
-        zipfile.BadZipFile: the archive is damaged.
+    """The records of a zip archive by name. Raises an UnsafePickleError for one that is compressed (it could unpack to
+    any size), encrypted or cut off, and a BadZipFile for a damaged archive.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -281,7 +269,7 @@ _PUSHED: dict[str, Callable[[], Any]] = {
     "EMPTY_DICT": dict,
     "EMPTY_SET": set,
 }
-# Instructions whose constant may be long: it begins with its length, in this many bytes.
+# Instructions whose constant may be long: the bytes of the length that it begins with.
 _LENGTHS = {"BINSTRING": 4, "BINBYTES": 4, "BINUNICODE": 4, "BINBYTES8": 8, "BYTEARRAY8": 8, "BINUNICODE8": 8}
 _LONG_CONSTANT = Name("builtins", "bytes")
 
@@ -310,8 +298,7 @@ def _push(make: Callable[[], Any], machine: "Machine", _: Any) -> None:
 class Machine:
     """Runs pickles; the method named after an instruction, in lower case behind `op_`, carries it out.
 
-    A subclass can add `builders`, objects for persistent ids (`refer`), and places for the records of an archive
-    (`place_records`) or for the bytes behind the pickles of torch's old format (`place_stream`).
+    A subclass can add `builders`, and override `refer`, `place_records` and `place_stream`.
     """
 
     builders: dict[str, Callable] = {
@@ -351,10 +338,7 @@ class Machine:
         """Reads the storages behind the pickle in torch's old format."""
 
     def run(self, stream: Stream) -> Any:
-        """Runs the pickle at the position of `stream` and returns its value.
-
-        The stream is left at the first byte behind the pickle.
-        """
+        """The value of the pickle at the position of `stream`, which is then the first byte behind the pickle."""
         self.clear()
         data, end, stack, instructions = stream.data, stream.end, self.stack, self.instructions
         height = 0
@@ -460,7 +444,7 @@ class Machine:
         raise UnsafePickleError("a mark is missing")
 
     def op_proto(self, _: Any) -> None:
-        """Nothing, as the other instruction of the framing."""
+        """Nothing: the protocol's number, and the framing."""
 
     op_frame = op_proto
 
@@ -478,8 +462,7 @@ class Machine:
         self.op_put(len(self.memo))
 
     def op_put(self, index: int) -> None:
-        # Indices must be dense, because an int is its own hash, and chosen indices could collide in the hash table of
-        # the dict and slow down reading.
+        # Indices must be dense: an int is its own hash, so that chosen ones could collide.
         if not 0 <= index <= 4 * len(self.memo) + 1024:
             raise UnsafePickleError(f"a memo with a place {index} but only {len(self.memo)} values")
         self.pay(MEMO_ITEM)
