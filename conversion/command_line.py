@@ -30,13 +30,6 @@ FAMILIES: dict[str, Family] = {reader.FAMILY.name: reader.FAMILY for reader in R
 # Fields of the configuration that change an evaluation: those that are options, and those that the card shows.
 OPTIONS = ("mem_len", "clamp_len", "same_length")
 SETTINGS = (*OPTIONS, "tgt_len")
-ORIGIN = """\
-The weights are those of {origin}.
-They were converted, values unchanged, by `txl-convert --from {family}` of `txl-hf`.
-
-| setting | value |
-|---|---|
-{settings}"""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -224,25 +217,13 @@ def write_tokenizer(folder: Path, checkpoint: Checkpoint, arguments: argparse.Na
 def write_card(
     folder: Path, arguments: argparse.Namespace, checkpoint: Checkpoint, model: Model, has_tokenizer: bool
 ) -> None:
-    """Write README.md: what the model is, its origin and settings, and how to load it."""
-    rows = [f"| {name} | {value} |" for name, value in describe_settings(model.config).items()]
-    origin = ORIGIN.format(origin=checkpoint.origin, family=arguments.family, settings="\n".join(rows))
+    """Write README.md: what the model is, its origin, and how to load it."""
+    origin = (
+        f"The weights are those of {checkpoint.origin}.\n"
+        f"They were converted, values unchanged, by `txl-convert --from {arguments.family}` of `txl-hf`."
+    )
     title = arguments.push_to_hub or arguments.output.absolute().name
     write_model_card(folder / "README.md", model, title, origin=origin, tokenizer=has_tokenizer, base_model=None)
-
-
-def describe_settings(config: TransfoXLConfig) -> dict:
-    bins = f", cutoffs {', '.join(map(str, config.cutoffs))}" if config.cutoffs else ""
-    return {
-        "layers": config.n_layer,
-        "width": f"{config.d_model} (feed-forward {config.d_inner})",
-        "heads": f"{config.n_head} of {config.d_head}",
-        "vocabulary": f"{config.vocab_size}{bins}",
-        "memory (`mem_len`)": config.mem_len,
-        "`clamp_len`": config.clamp_len,
-        "`same_length`": f"{config.same_length} (counting itself: {config.same_length_counts_self})",
-        "memory before the first segment": config.initial_memory,
-    }
 
 
 def push(folder: Path, repository: str) -> None:
