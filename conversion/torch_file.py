@@ -150,15 +150,11 @@ def _parameter(_machine: Machine, tensor: Any, *_rest: Any) -> StoredTensor:
     return tensor
 
 
-def _size(machine: Machine, sizes: Any = ()) -> tuple:
-    return tuple(machine.walk(sizes))
-
-
 class _TorchMachine(Machine):
     """A machine that also builds tensors, whose storages are in `file`."""
 
     builders: dict[str, Callable] = Machine.builders | {
-        "torch.Size": _size,
+        "torch.Size": Machine.builders["builtins.tuple"],
         "torch._utils._rebuild_tensor": _tensor,
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch._utils._rebuild_parameter": _parameter,
