@@ -12,8 +12,8 @@ from .files import code_span
 from .layout import Checkpoint, ConversionError, Family, Source, fields_from_shapes, map_names
 from .tf_checkpoint import TensorBundle
 
-# Variable under `transformer/` (tf/model.py), tensor of the legacy layout, change of the tensor. Programs derived from
-# this original have the same names here and others elsewhere.
+# Variable under `transformer/` (tf/model.py), tensor of the legacy layout, change of the tensor. Derived programs have
+# the same names here.
 LAYERS = [
     ("r_w_bias", "transformer.r_w_bias", None),
     ("r_r_bias", "transformer.r_r_bias", None),
@@ -160,8 +160,8 @@ def _softmax_fields(tensors: dict[str, Source], fields: dict[str, Any]) -> dict[
         tensors["crit.out_layers.0.bias"] = Source(
             biases[0].name, (ends[-1],), lambda: torch.cat([bias.read() for bias in biases])
         )
-    # A tied bin has no projection of its own; without cutoffs the softmax always uses the embedding's. Where the
-    # embedding has none either, the flag has no effect and is the original's default: all are tied except the first.
+    # A tied bin has no projection of its own; without cutoffs the softmax uses the embedding's. Where that has none
+    # either, the flag has no effect and is the original's default: all but the first are tied.
     tie_projs = [f"crit.out_projs.{i}" not in tensors for i in range(len(cutoffs) + 1)]
     if "transformer.word_emb.emb_projs.0" not in tensors:
         tie_projs[0] = False

@@ -1,8 +1,7 @@
 """Checkpoints of Pop Music Transformer (YatingMusic/remi, TensorFlow): `model.*` and `dictionary.pkl`.
 
 The model derives from kimiyoung/transformer-xl's TensorFlow code: one embedding table and one softmax, Keras's layer
-normalisation, and a ReLU behind the feed-forward's second layer too. The settings are those of its model.py, since a
-checkpoint does not hold them.
+normalisation, and a ReLU behind the feed-forward's second layer too. A checkpoint does not hold settings.
 """
 
 from pathlib import Path

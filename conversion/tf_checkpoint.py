@@ -43,7 +43,7 @@ class TensorBundleError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One variable: `dtype` is TensorFlow's number, `offset` and `size` are bytes in data file number `shard`."""
+    """One variable: TensorFlow's number of its dtype; `offset` and `size` are bytes in data file number `shard`."""
 
     dtype: int
     shape: tuple
