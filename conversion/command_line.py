@@ -1,22 +1,17 @@
-"""Convert an original Transformer-XL checkpoint to a folder that `AutoModelForCausalLM.from_pretrained` loads.
+"""The command `txl-convert`: a checkpoint to a folder that `AutoModelForCausalLM.from_pretrained` loads.
 
 The folder gets config.json, model.safetensors, the tokenizer where a vocabulary is at hand, and a model card; where
-there is a vocabulary alone (a pickled corpus, a folder with vocab.pkl), only the tokenizer. Nothing in a pickle is
-executed (`txl_hf.legacy.unpickle`). The exit status is 0 on success; otherwise the reason is one line on standard
-error and no folder is left behind.
+there is a vocabulary alone (a pickled corpus, a folder with vocab.pkl), only the tokenizer. The exit status is 0 on
+success; otherwise the reason is one line on standard error and no folder is left behind.
 """
 
 import argparse
 import functools
-import gc
-import glob
-import shutil
 import sys
 from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
-from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers.utils import logging
 
@@ -35,13 +30,6 @@ FAMILIES: dict[str, Family] = {reader.FAMILY.name: reader.FAMILY for reader in R
 # Fields of the configuration that change an evaluation: those that are options, and those that the card shows.
 OPTIONS = ("mem_len", "clamp_len", "same_length")
 SETTINGS = (*OPTIONS, "tgt_len")
-ORIGIN = """\
-The weights are those of {origin}.
-They were converted, values unchanged, by `txl-convert --from {family}` of `txl-hf`.
-
-| setting | value |
-|---|---|
-{settings}"""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -94,9 +82,8 @@ def say(text: str) -> None:
 
 def convert(arguments: argparse.Namespace) -> None:
     """Convert by the `arguments` of `parse_arguments`. Raises ConversionError and errors of reading and writing."""
-    family = FAMILIES[arguments.family]
-    check_paths(arguments.output, arguments.checkpoint, family)
-    checkpoint = family.read(arguments.checkpoint, arguments.corpus)
+    check_output(arguments.output)
+    checkpoint = FAMILIES[arguments.family].read(arguments.checkpoint, arguments.corpus)
     config = None
     if not checkpoint.tensors:
         check_vocabulary_alone(arguments)
@@ -116,15 +103,12 @@ def convert(arguments: argparse.Namespace) -> None:
         push(arguments.output, arguments.push_to_hub)
 
 
-def check_paths(output: Path, checkpoint: Path, family: Family) -> None:
-    """Raise ConversionError for an output that is in use or a checkpoint that is not there."""
+def check_output(output: Path) -> None:
+    """Raise ConversionError for an output that is in use."""
     if output.is_symlink():
         raise ConversionError(f"{output} is a link to {output.readlink()}; give a folder itself")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConversionError(f"{output} exists and is not empty; expected a new folder")
-    # The path of a TensorFlow checkpoint is the common beginning of its files' names.
-    if not checkpoint.exists() and not any(checkpoint.parent.glob(f"{glob.escape(checkpoint.name)}.*")):
-        raise ConversionError(f"{checkpoint} does not exist; {family.expected}")
 
 
 def check_vocabulary_alone(arguments: argparse.Namespace) -> None:
@@ -146,8 +130,7 @@ def build_config(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Trans
             raise ConversionError(f"the vocabulary has {found} symbols, the model only {size}: it is another corpus'")
         if found < size:
             say(f"warning: the vocabulary has {found} symbols, the model {size}: another corpus?")
-        eos_token_id = checkpoint.vocabulary.eos_token_id
-        fields["eos_token_id"] = eos_token_id if eos_token_id is not None and eos_token_id < size else None
+        fields["eos_token_id"] = checkpoint.vocabulary.eos_token_id
     # The originals' word corpora, which have cutoffs, begin with <eos>; symbol 0 of the others is a letter.
     fields.setdefault("eos_token_id", 0 if fields["cutoffs"] else None)
     for name in OPTIONS:
@@ -184,29 +167,23 @@ def check_weights(name: str, tensor: torch.Tensor, allow_non_finite: bool) -> No
 def write_model(
     folder: Path, config: TransfoXLConfig, checkpoint: Checkpoint, allow_non_finite: bool = False
 ) -> Model:
-    """Write config.json, generation_config.json, model.safetensors and the model's code to `folder`; return the model.
-
-    The tensors go through a file that `from_pretrained` reads, so that no weight can stay random unseen.
+    """Write the model's files to `folder`; return the model. `from_pretrained` reads the tensors, so that no
+    weight can stay random unseen.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    staging = folder / "staging"
-    config.save_pretrained(staging)
     state = {}
     for name, source in tqdm(checkpoint.tensors.items(), desc="reading", unit="tensor", disable=None):
         state[name] = source.read()
         check_weights(source.name, state[name], allow_non_finite)
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in state.values()))
-    save_file(state, staging / "model.safetensors", metadata={"format": "pt"})
-    # The tensors are freed before the model is loaded, because both together would be twice the checkpoint.
-    del state
-    gc.collect()
-    model_class = MODELS[checkpoint.head]
-    model, report = model_class.from_pretrained(staging, dtype=dtype, output_loading_info=True)
+    model, report = MODELS[checkpoint.head].from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+    )
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[problem]:
             raise ConversionError(f"{problem.replace('_', ' ')} in the written model: {sorted(report[problem])[:4]}")
-    shutil.rmtree(staging)
+    del state
     if checkpoint.generation is not None and model.can_generate():
         model.generation_config = checkpoint.generation
     model.save_pretrained(folder, max_shard_size="1TB")
@@ -240,25 +217,13 @@ def write_tokenizer(folder: Path, checkpoint: Checkpoint, arguments: argparse.Na
 def write_card(
     folder: Path, arguments: argparse.Namespace, checkpoint: Checkpoint, model: Model, has_tokenizer: bool
 ) -> None:
-    """Write README.md: what the model is, its origin and settings, and how to load it."""
-    rows = [f"| {name} | {value} |" for name, value in describe_settings(model.config).items()]
-    origin = ORIGIN.format(origin=checkpoint.origin, family=arguments.family, settings="\n".join(rows))
+    """Write README.md: what the model is, its origin, and how to load it."""
+    origin = (
+        f"The weights are those of {checkpoint.origin}.\n"
+        f"They were converted, values unchanged, by `txl-convert --from {arguments.family}` of `txl-hf`."
+    )
     title = arguments.push_to_hub or arguments.output.absolute().name
-    write_model_card(folder / "README.md", model, title, origin=origin, tokenizer=has_tokenizer)
-
-
-def describe_settings(config: TransfoXLConfig) -> dict:
-    bins = f", cutoffs {', '.join(map(str, config.cutoffs))}" if config.cutoffs else ""
-    return {
-        "layers": config.n_layer,
-        "width": f"{config.d_model} (feed-forward {config.d_inner})",
-        "heads": f"{config.n_head} of {config.d_head}",
-        "vocabulary": f"{config.vocab_size}{bins}",
-        "memory (`mem_len`)": config.mem_len,
-        "`clamp_len`": config.clamp_len,
-        "`same_length`": f"{config.same_length} (counting itself: {config.same_length_counts_self})",
-        "memory before the first segment": config.initial_memory,
-    }
+    write_model_card(folder / "README.md", model, title, origin=origin, tokenizer=has_tokenizer, base_model=None)
 
 
 def push(folder: Path, repository: str) -> None:

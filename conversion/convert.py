@@ -1,13 +1,4 @@
-"""Convert an original Transformer-XL checkpoint to a folder that `AutoModelForCausalLM.from_pretrained` loads.
-
-    txl-convert --from kimiyoung-tf --checkpoint tf_wt103/model/model.ckpt-0 --output wt103
-    txl-convert --from kimiyoung-pytorch --checkpoint model.pt --corpus cache.pt --output lm
-    txl-convert --from nvidia --checkpoint checkpoint_best.pt --output base
-    txl-convert --from transformers --checkpoint transfo-xl-wt103 --output wt103
-    txl-convert --from remi --checkpoint REMI-tempo-checkpoint --output pop
-
-`python conversion/convert.py` is the same command.
-"""
+"""The command `txl-convert` as a script of the repository. docs/conversion.md has a command for each original."""
 
 import sys
 

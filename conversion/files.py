@@ -14,10 +14,7 @@ PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
 
 def find_file(path: Path, names: tuple, expected: str) -> Path:
-    """Return `path`, or the first of the file `names` in it where it is a folder.
-
-    Raises ConversionError, with what was found and `expected`, where there is none.
-    """
+    """Return `path`, or the first of `names` in it where it is a folder. Raises ConversionError, with `expected`."""
     if path.is_file():
         with path.open("rb") as file:
             head = file.read(512)

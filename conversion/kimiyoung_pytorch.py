@@ -43,9 +43,8 @@ MAX_MODULES, MAX_NAME = 10_000, 200  # the largest published model has 500 parts
 
 
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
-    """Return the `Checkpoint` at `checkpoint`, a model.pt or the folder that holds it, or a pickled corpus alone.
-
-    `corpus` is the pickled corpus (cache.pt, cache.pkl) or its folder. Raises ConversionError or UnsafePickleError.
+    """Return the `Checkpoint` in a model.pt or its folder, or of a pickled corpus alone. `corpus` is a pickled corpus,
+    cache.pt or cache.pkl, or its folder. Raises ConversionError or UnsafePickleError.
     """
     path = find_file(Path(checkpoint), ("model.pt", "cache.pt", "cache.pkl"), EXPECTED)
     model = torch_file.load(path)
@@ -73,9 +72,8 @@ def from_state(
     symbols: Vocabulary | None = None,
     table: list[tuple] = TABLE,
 ) -> Checkpoint:
-    """Return the `Checkpoint` of a state dict of this original's layout.
-
-    `fields` are TransfoXLConfig fields that its shapes do not say, `cutoffs` among them; `symbols` is the Vocabulary.
+    """Return the `Checkpoint` of a state dict of this original's layout. `fields` are those that shapes do not decide,
+    `cutoffs` among them.
     """
     tensors = map_names(sources, table)
     sizes = fields_from_shapes(tensors)
@@ -151,4 +149,4 @@ def _attribute(module: object, name: str, kind: Any) -> Any:
     return value
 
 
-FAMILY = Family("kimiyoung-pytorch", EXPECTED, read)
+FAMILY = Family("kimiyoung-pytorch", read)

@@ -12,8 +12,8 @@ from .files import code_span
 from .layout import Checkpoint, ConversionError, Family, Source, fields_from_shapes, map_names
 from .tf_checkpoint import TensorBundle
 
-# Variable under `transformer/` (tf/model.py), tensor of the legacy layout, change of the tensor. Programs derived from
-# this original have the same names here and others elsewhere.
+# Variable under `transformer/` (tf/model.py), tensor of the legacy layout, change of the tensor. Derived programs have
+# the same names here.
 LAYERS = [
     ("r_w_bias", "transformer.r_w_bias", None),
     ("r_r_bias", "transformer.r_r_bias", None),
@@ -55,10 +55,9 @@ EXPECTED = "expected model.ckpt-N (its .index and .data files) or the folder tha
 
 
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
-    """Return the `Checkpoint` at `checkpoint`, a prefix such as `model.ckpt-0`, its `.index` file or its folder.
-
-    `corpus` is the pickled corpus (cache.pkl), or the folder with it and corpus-info.json, or with that alone. Raises
-    ConversionError, TensorBundleError or UnsafePickleError.
+    """Return the `Checkpoint` at a prefix such as `model.ckpt-0`, its `.index` file or its folder. `corpus` is the
+    pickled corpus (cache.pkl), or a folder with it or corpus-info.json. Raises ConversionError, TensorBundleError or
+    UnsafePickleError.
     """
     prefix = find_prefix(Path(checkpoint))
     tensors = read_bundle(prefix, TABLE)
@@ -161,8 +160,8 @@ def _softmax_fields(tensors: dict[str, Source], fields: dict[str, Any]) -> dict[
         tensors["crit.out_layers.0.bias"] = Source(
             biases[0].name, (ends[-1],), lambda: torch.cat([bias.read() for bias in biases])
         )
-    # A tied bin has no projection of its own; without cutoffs the softmax always uses the embedding's. Where the
-    # embedding has none either, the flag has no effect and is the original's default: all are tied except the first.
+    # A tied bin has no projection of its own; without cutoffs the softmax uses the embedding's. Where that has none
+    # either, the flag has no effect and is the original's default: all but the first are tied.
     tie_projs = [f"crit.out_projs.{i}" not in tensors for i in range(len(cutoffs) + 1)]
     if "transformer.word_emb.emb_projs.0" not in tensors:
         tie_projs[0] = False
@@ -185,4 +184,4 @@ def _likely_dataset(fields: dict[str, Any]) -> str:
     return "wt103" if fields.get("proj_same_dim", True) else "lm1b"
 
 
-FAMILY = Family("kimiyoung-tf", EXPECTED, read)
+FAMILY = Family("kimiyoung-tf", read)

@@ -1,8 +1,5 @@
-"""The layout every family is converted to: the state dict of the legacy `transformers` implementation.
-
-`legacy_tensors` says which tensors a configuration has, under which names and in which shapes; a conversion must give
-exactly these. The families share the other functions, which map names by a table, read sizes off shapes, and leave out
-the second copies that tied weights have in state dicts.
+"""The layout every family is converted to, the state dict of the legacy `transformers` model; and what the families
+share: names by a table, sizes from shapes, and the second copies that tied weights have in state dicts.
 """
 
 import re
@@ -87,9 +84,8 @@ class Checkpoint:
     """The content of a checkpoint, from a family's reader.
 
     `fields` are arguments of TransfoXLConfig; `explained` says for some of them where the value comes from; `tensors`
-    maps names of the legacy layout to `Source`; `origin` completes the model card's "The weights are those of".
-    The text side is a `vocabulary`, or a folder that TransfoXLTokenizer loads, or neither. `head` is one of `MODELS`.
-    `generation` is the GenerationConfig, if there is one. Without `tensors` there is a vocabulary alone.
+    maps names of the legacy layout to `Source`, and is empty for a vocabulary alone; `origin` completes the model
+    card's "The weights are those of"; `tokenizer` is a folder that TransfoXLTokenizer loads; `head`, one of `MODELS`.
     """
 
     fields: dict
@@ -104,22 +100,17 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of checkpoint: its name for `--from`, what `--checkpoint` has to be, and the function that reads it.
-
-    `read(checkpoint, corpus)` returns the `Checkpoint` and raises ConversionError.
-    """
+    """A kind of checkpoint: its name for `--from`, and `read(checkpoint, corpus)`, which raises ConversionError."""
 
     name: str
-    expected: str
     read: Callable[[Path, Path | None], Checkpoint]
 
 
 def map_names(sources: list[Source], table: list[tuple]) -> dict[str, Source]:
-    """Return {legacy name: Source} for `sources` by `table`.
+    """Return {legacy name: Source} by the first row of a table that matches. A name that none matches is an error.
 
-    A row of the table is (original name, legacy name or None to leave it out, method of Source or None). `{i}` stands
-    for a number, `{_i}` for one behind `_` or nothing, `{name}` for anything; the first row that matches decides. A
-    name that no row matches is an error.
+    A row is (original name, legacy name or None to leave it out, method of Source or None). `{i}` stands for a number,
+    `{_i}` for one behind `_` or nothing, `{name}` for anything.
     """
     rows = [(_pattern(original), target, change) for original, target, change in table]
     tensors = {}
@@ -142,10 +133,8 @@ def _pattern(original: str) -> re.Pattern:
 
 
 def legacy_tensors(config: TransfoXLConfig, head: str = "softmax") -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of the state dict that `config` describes: the tensors that the model would save.
-
-    `head` is one of `MODELS`. Models without recurrence save the projections of queries, keys and values as one
-    tensor, the originals as two; both are read.
+    """Return {name: shape} of the tensors that a model of `config` with this `head` would save; but of models without
+    recurrence, q_net and kv_net apart, as the originals have them.
     """
     with torch.device("meta"):
         model = MODELS[head](config)
@@ -174,10 +163,8 @@ def check_complete(tensors: dict[str, Source], config: TransfoXLConfig, head: st
 
 
 def fields_from_shapes(tensors: dict[str, Source]) -> dict:
-    """Return the TransfoXLConfig fields that the names and shapes of `tensors` decide.
-
-    These are the sizes, the kind of attention, the layout of the biases, and with several embedding tables the bins.
-    One table does not decide `cutoffs`, nor `attn_type` 2 the heads.
+    """Return the TransfoXLConfig fields that names and shapes decide: not `cutoffs` where there is one table of
+    embeddings, nor the heads of `attn_type` 2.
     """
     shape = {name: source.shape for name, source in tensors.items()}
     layers = {int(name.split(".")[2]) for name in shape if name.startswith("transformer.layers.")}
@@ -247,10 +234,7 @@ def tying_fields(tensors: dict[str, Source], fields: dict) -> dict:
 
 
 def drop_copies(tensors: dict[str, Source], fields: dict) -> None:
-    """Remove from `tensors` the second copies that tied weights have in a state dict.
-
-    Raises ConversionError for one that has other values than the weight that `fields` tie it to.
-    """
+    """Remove the second copies of tied weights. Raises ConversionError for one with other values than the first."""
     for name in list(tensors):
         if not _is_tied(name, fields):
             continue

@@ -30,10 +30,8 @@ MODEL_CONFIG = {
 
 
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
-    """Return the `Checkpoint` at `checkpoint`, NVIDIA's file or the folder that holds it.
-
-    The vocabulary is in the checkpoint; `corpus`, a pickled corpus or its folder, replaces it. Raises ConversionError
-    or UnsafePickleError.
+    """Return the `Checkpoint` in NVIDIA's file or its folder. `corpus`, a pickled corpus or its folder, replaces the
+    vocabulary that is in it. Raises ConversionError or UnsafePickleError.
     """
     path = find_file(Path(checkpoint), ("checkpoint_best.pt", "checkpoint_last.pt"), EXPECTED)
     saved = torch_file.load(path)
@@ -91,4 +89,4 @@ def _symbols(saved: dict[str, Any], corpus: Path | None, path: Path) -> Vocabula
     return None
 
 
-FAMILY = Family("nvidia", EXPECTED, read)
+FAMILY = Family("nvidia", read)

@@ -1,8 +1,7 @@
 """Checkpoints of Pop Music Transformer (YatingMusic/remi, TensorFlow): `model.*` and `dictionary.pkl`.
 
 The model derives from kimiyoung/transformer-xl's TensorFlow code: one embedding table and one softmax, Keras's layer
-normalisation, and a ReLU behind the feed-forward's second layer too. The settings are those of its model.py, since a
-checkpoint does not hold them.
+normalisation, and a ReLU behind the feed-forward's second layer too. A checkpoint does not hold settings.
 """
 
 from pathlib import Path
@@ -11,7 +10,7 @@ from txl_hf.legacy.vocabulary import order_symbols
 
 from . import torch_file
 from .files import code_span, describe
-from .kimiyoung_tf import EXPECTED, LAYERS, find_prefix, read_bundle
+from .kimiyoung_tf import LAYERS, find_prefix, read_bundle
 from .layout import Checkpoint, ConversionError, Family, Source, Vocabulary, fields_from_shapes
 
 # Variable under `transformer/` (modules.py), tensor of the legacy layout, change of the tensor. Keras numbers layers
@@ -38,10 +37,8 @@ DICTIONARY = "dictionary.pkl"
 
 
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
-    """Return the `Checkpoint` at `checkpoint`, a prefix such as `REMI-tempo-checkpoint/model`, or its folder.
-
-    `corpus` is the dictionary of events, dictionary.pkl, if it is not beside the checkpoint. Raises
-    ConversionError, TensorBundleError or UnsafePickleError.
+    """Return the `Checkpoint` at a prefix such as `REMI-tempo-checkpoint/model`, or its folder. `corpus` is
+    dictionary.pkl, if that is not beside it. Raises ConversionError, TensorBundleError or UnsafePickleError.
     """
     prefix = find_prefix(Path(checkpoint))
     tensors = read_bundle(prefix, TABLE)
@@ -76,4 +73,4 @@ def read_dictionary(path: Path) -> Vocabulary:
     return Vocabulary(symbols, "whitespace", lower_case=False)
 
 
-FAMILY = Family("remi", EXPECTED, read)
+FAMILY = Family("remi", read)

@@ -1,9 +1,8 @@
 """Read TensorFlow checkpoints (`model.ckpt-N.index`, `model.ckpt-N.data-…`) without TensorFlow.
 
-A checkpoint is a "tensor bundle": the index is a sorted string table in LevelDB's format, whose keys are variable
-names and whose values are protocol buffers (`BundleEntryProto`) saying in which data file, at which offset and with
-which checksum the values of the variable lie, little-endian and in row-major order. TensorFlow writes the index
-uncompressed. Both formats are documented and frozen, and numpy is all that reading them needs.
+A checkpoint is a "tensor bundle": the index is a table in LevelDB's format, uncompressed, whose keys are variable
+names and whose values are protocol buffers (`BundleEntryProto`): the data file, the offset and the checksum of the
+variable's values, which are little-endian and in row-major order.
 
 Sources: tensorflow/core/protobuf/tensor_bundle.proto, tensorflow/core/lib/io/format.h, LevelDB's doc/table_format.md.
 """
@@ -44,7 +43,7 @@ class TensorBundleError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One variable: `dtype` is TensorFlow's number, `offset` and `size` are bytes in data file number `shard`."""
+    """One variable: TensorFlow's number of its dtype; `offset` and `size` are bytes in data file number `shard`."""
 
     dtype: int
     shape: tuple
@@ -56,9 +55,8 @@ class Entry:
 
 
 class TensorBundle:
-    """The variables of the checkpoint `prefix` (a path such as `model/model.ckpt-0`, without `.index`).
-
-    `entries` maps variable names to `Entry`; `read` fetches one of them. Raises TensorBundleError.
+    """The variables of the checkpoint `prefix` (`model/model.ckpt-0`, without `.index`), as `entries` by their names.
+    Raises TensorBundleError.
     """
 
     def __init__(self, prefix: str | Path):
@@ -162,7 +160,6 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 # ---- protocol buffers ----
 
 
-# {field number: [values]}; what a value is depends on the field.
 Fields: TypeAlias = dict[int, list]
 
 
@@ -220,10 +217,8 @@ def masked_crc32c(data: bytes | bytearray) -> int:
 
 
 def crc32c(data: bytes | bytearray) -> int:
-    """Return the CRC-32C (Castagnoli) of `data`.
-
-    The polynomial's remainder is linear, so that the data can be cut into lanes whose remainders are computed side by
-    side with numpy and joined two by two: 100 times as fast as a loop over the bytes in Python.
+    """Return the CRC-32C (Castagnoli) of `data`. The remainder is linear, so that those of lanes of the data are
+    computed side by side and joined two by two: 100 times as fast as a loop over the bytes.
     """
     numbers = np.frombuffer(data, dtype=np.uint8)
     width = len(numbers) // LANES & ~1

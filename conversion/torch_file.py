@@ -1,13 +1,8 @@
-"""The tensors in files of `torch.save`, read one at a time and without running the pickles.
-
-`txl_hf.legacy.unpickle` has the machine that runs pickles; this one also knows tensors and their storages. Tensors
-are not read until `StoredTensor.read` asks for them.
-"""
+"""Files of `torch.save`, read without running their pickles; each tensor when `StoredTensor.read` asks for it."""
 
 import math
 import mmap
 import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +18,13 @@ from txl_hf.legacy.unpickle import (
     StandIn,
     Stream,
     UnsafePickleError,
-    checksum_differs,
+    is_intact,
     shown,
 )
 from txl_hf.legacy.unpickle import load as load_pickle
 
 MAX_DIMENSIONS = 8
 STORAGE_SIZE = 400  # bytes that a `Storage` takes
-CHUNK = 1 << 24
 
 STORAGE_DTYPES = {
     "FloatStorage": torch.float32,
@@ -47,10 +41,8 @@ STORAGE_DTYPES = {
 
 
 def load(path: str | Path) -> Any:
-    """Return the object pickled in `path`: plain values, lists, dicts, `StandIn`s and `StoredTensor`s.
-
-    Raises UnsafePickleError with a one-line reason for a truncated, compressed or unknown format: known are bare
-    pickles, the zip archives of torch >= 1.6, and the concatenated pickles before it.
+    """Return the object pickled in `path`, with `StoredTensor`s for tensors. Raises UnsafePickleError, as the load of
+    `txl_hf.legacy.unpickle`.
     """
     return load_pickle(path, _TorchMachine(StorageFile(Path(path))))
 
@@ -68,36 +60,21 @@ class StorageFile:
         if storage.key not in self.places:
             raise UnsafePickleError(f"storage {shown(storage.key)} is missing from {self.path.name}")
         record, width = self.places[storage.key], storage.dtype.itemsize
-        if (storage.first + storage.numel) * width > record.length:
+        if storage.numel * width > record.length:
             raise UnsafePickleError(f"storage {shown(storage.key)} in {self.path.name} is shorter than it says")
-        if record.checksum != 0 and record.name not in self.checked:
-            self._check(record)
+        if record.name not in self.checked:
+            with self.map() as data:
+                intact = is_intact(data, record)
+            if not intact:
+                raise UnsafePickleError(
+                    f"{self.path.name} is damaged: the checksum of record {shown(record.name)} does not match; copy "
+                    "or download it again"
+                )
             self.checked.add(record.name)
-        return record.begin + storage.first * width
-
-    def _check(self, record: Record) -> None:
-        with self.path.open("rb") as file:
-            file.seek(record.begin)
-            checksum, left = 0, record.length
-            while left > 0 and (data := file.read(min(left, CHUNK))):
-                checksum, left = zlib.crc32(data, checksum), left - len(data)
-        if checksum_differs(checksum, record.checksum):
-            raise UnsafePickleError(
-                f"{self.path.name} is damaged: the checksum of record {shown(record.name)} does not match; copy or "
-                "download it again"
-            )
-
-    def read(self, begin: int, length: int) -> bytearray:
-        """Return bytes of the file, read into memory, because pages of a mapping would count on top of the tensors."""
-        data = bytearray(length)
-        with self.path.open("rb") as file:
-            file.seek(begin)
-            if file.readinto(data) != length:
-                raise UnsafePickleError(f"{self.path.name} is cut off")
-        return data
+        return record.begin
 
     def map(self) -> mmap.mmap:
-        """Return the file as a mapping, for bytes that are far apart."""
+        """Return the file as a mapping, a new one for each tensor, because pages of one that stays count as memory."""
         with self.path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -110,7 +87,6 @@ class Storage:
     key: str
     numel: int
     file: StorageFile
-    first: int = 0  # element at which this view of the storage begins (torch < 0.4 shared storages that way)
 
 
 @dataclass(eq=False)
@@ -129,13 +105,10 @@ class StoredTensor:
     @property
     def place(self) -> tuple:
         """A key of the tensor's memory: two tensors of one file with equal places are the same memory."""
-        return (self.storage.key, self.storage.first + self.offset, self.shape, self.stride)
+        return (self.storage.key, self.offset, self.shape, self.stride)
 
     def read(self) -> torch.Tensor:
-        """Return a contiguous copy of the tensor, no larger than the tensor.
-
-        Raises UnsafePickleError if the file has not enough bytes for it, or damaged ones.
-        """
+        """Return a contiguous copy. Raises UnsafePickleError if its bytes in the file are too few or damaged."""
         numel = math.prod(self.shape)
         if numel == 0:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -144,18 +117,14 @@ class StoredTensor:
         if numel > self.storage.numel or self.offset + span > self.storage.numel:
             raise UnsafePickleError(f"a tensor of shape {list(self.shape)} does not fit its storage")
         file, width = self.storage.file, self.dtype.itemsize
-        begin = file.place(self.storage) + self.offset * width
-        dense = span <= 2 * numel
         array: np.ndarray = np.ndarray(
             self.shape,
             f"<u{width}",
-            buffer=file.read(begin, span * width) if dense else file.map(),
-            offset=0 if dense else begin,
+            buffer=file.map(),
+            offset=file.place(self.storage) + self.offset * width,
             strides=[step * width for step in self.stride],
         )
-        # A view of a larger buffer would keep the whole of it in memory.
-        whole = dense and span == numel and array.flags.c_contiguous
-        return torch.from_numpy(array if whole else array.copy(order="C")).view(self.dtype)
+        return torch.from_numpy(array.copy(order="C")).view(self.dtype)
 
 
 # ---- what torch writes in pickles ----
@@ -181,15 +150,11 @@ def _parameter(_machine: Machine, tensor: Any, *_rest: Any) -> StoredTensor:
     return tensor
 
 
-def _size(machine: Machine, sizes: Any = ()) -> tuple:
-    return tuple(machine.walk(sizes))
-
-
 class _TorchMachine(Machine):
     """A machine that also builds tensors, whose storages are in `file`."""
 
     builders: dict[str, Callable] = Machine.builders | {
-        "torch.Size": _size,
+        "torch.Size": Machine.builders["builtins.tuple"],
         "torch._utils._rebuild_tensor": _tensor,
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch._utils._rebuild_parameter": _parameter,
@@ -206,21 +171,16 @@ class _TorchMachine(Machine):
         match identity:
             case ("module", Name() as name, *_):  # torch < 1.6 kept the source of each class beside it
                 return name
+            # torch writes None behind the size, in its old format.
             case ("storage", Name(module="torch" | "torch.cuda", name=kind), str(key), _, int(numel), *view):
+                if kind not in STORAGE_DTYPES:
+                    raise UnsafePickleError(f"a storage of the unknown kind {shown(kind)}")
+                if view not in ([], [None]) or not 0 <= numel < 2**62:
+                    raise UnsafePickleError("a view of a storage, as torch < 0.4 wrote, or one of an impossible size")
                 self.pay(STORAGE_SIZE)
-                return self.storage(kind, key, numel, view[0] if view else None)
+                self.dtypes[self.key(key)] = STORAGE_DTYPES[kind]
+                return Storage(STORAGE_DTYPES[kind], key, numel, self.file)
         raise UnsafePickleError("a reference outside the file that torch does not write")
-
-    def storage(self, kind: str, key: str, numel: int, view: Any) -> Storage:
-        if kind not in STORAGE_DTYPES:
-            raise UnsafePickleError(f"a storage of the unknown kind {shown(kind)}")
-        dtype, first = STORAGE_DTYPES[kind], 0
-        if view is not None:
-            _, first, numel = view
-        if not (type(first) is int and type(numel) is int and 0 <= first < 2**62 and 0 <= numel < 2**62):
-            raise UnsafePickleError("a storage of an impossible size")
-        self.dtypes[self.key(key)] = dtype
-        return Storage(dtype, key, numel, self.file, first)
 
     def place_records(self, records: dict[str, Record]) -> None:
         self.file.places = records

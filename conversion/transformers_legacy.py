@@ -1,7 +1,5 @@
-"""Folders of the legacy `transformers` model: config.json, pytorch_model.bin or model.safetensors, vocab.pkl, and
+"""Folders of the legacy `transformers` model: config.json, weights in one file or several, a vocabulary, and
 generation_config.json where there is one.
-
-The weights may be in several files, as a small `max_shard_size` writes them.
 """
 
 import functools
@@ -33,10 +31,8 @@ TOKENIZER_FILES = ("vocab.pkl", "vocab.bin", "vocab.txt", "tokenizer.json")
 
 
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
-    """Return the `Checkpoint` in the folder `checkpoint`; its tokenizer is left to TransfoXLTokenizer.
-
-    The folder may hold a tokenizer alone. `corpus` must be None: these folders hold their vocabulary. Raises
-    ConversionError or UnsafePickleError.
+    """Return the `Checkpoint` in a folder, or of its tokenizer alone, which TransfoXLTokenizer reads. `corpus` must be
+    None. Raises ConversionError or UnsafePickleError.
     """
     folder = Path(checkpoint)
     if corpus is not None:
@@ -132,4 +128,4 @@ def _read_safetensor(path: Path, name: str) -> torch.Tensor:
         return file.get_tensor(name)
 
 
-FAMILY = Family("transformers", EXPECTED, read)
+FAMILY = Family("transformers", read)

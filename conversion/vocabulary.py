@@ -28,9 +28,8 @@ def is_described_alone(folder: Path) -> bool:
 
 
 def read_corpus(path: Path, dataset: str | None = None) -> tuple[Vocabulary, str | None]:
-    """Return (Vocabulary, data set) from a pickled corpus, or from the folder that holds it as the originals name it.
-
-    `dataset` is used where the corpus does not say. Raises ConversionError.
+    """Return (Vocabulary, data set) of a pickled corpus or its folder. `dataset` is for one that does not say. Raises
+    ConversionError.
     """
     path = Path(path)
     if path.is_dir():
@@ -50,9 +49,8 @@ def read_corpus(path: Path, dataset: str | None = None) -> tuple[Vocabulary, str
 
 
 def from_stand_in(vocab: object, dataset: str | None, where: str) -> Vocabulary:
-    """Return the Vocabulary of an unpickled `Vocab` object; its delimiter, or else `dataset`, decides the mode.
-
-    `where` is named in errors. Raises ConversionError, also for a delimiter that no mode splits at.
+    """Return the Vocabulary of an unpickled `Vocab` object; its delimiter, or else `dataset`, decides the mode. Raises
+    ConversionError, which names `where`, also for a delimiter that no mode splits at.
     """
     attributes = vocab.attributes if isinstance(vocab, StandIn) else {}
     symbols = attributes.get("idx2sym")

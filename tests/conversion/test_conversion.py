@@ -683,7 +683,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, capfd, monkeypatch):
     def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(command_line, "save_file", full_disk)
+    monkeypatch.setattr(TransfoXLForCausalLM, "save_pretrained", full_disk)
     line = refusal(capfd, tmp_path, "nvidia", golden("nvidia_pytorch/nv_large_like"))
     assert "No space left" in line
 

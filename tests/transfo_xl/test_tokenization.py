@@ -392,17 +392,6 @@ def test_a_tokenizer_that_is_made_from_the_backend_of_another_leaves_it_as_it_wa
     assert made("the\n<m>").tokens() == ["the", "<eos>", "<m>", "<eos>"] and made.unk_token is None
 
 
-def test_a_new_vocabulary_with_another_mode_or_eos_keeps_nothing_of_the_old_ones():
-    words = small("whitespace", line_ends=True, pad_token="<eos>")
-    letters = words.train_new_from_iterator(["the cat\n"], mode="characters")
-    assert not letters.line_ends and letters.decode(letters("a cat\n")["input_ids"][1:]) == " cat\n"
-    sentences = words.train_new_from_iterator(["the cat\n"], mode="lm1b")
-    assert sentences("the cat").tokens() == ["<S>", "the", "cat", "<eos>"]
-    ended = words.train_new_from_iterator(["the cat\n"], eos_token="<end>")
-    assert ended("the\ncat\n").tokens() == ["the", "<end>", "cat", "<end>"]
-    assert ended.pad_token == "<end>" and "<eos>" not in ended.get_vocab()
-
-
 def test_batches_of_any_kind_are_read():
     lines = ["the cat\n", "the end\n"]
     batches = (lines, [lines], [tuple(lines)], iter([np.array(lines)]), ((line for line in lines) for _ in range(1)))
@@ -499,12 +488,6 @@ def test_train_new_from_iterator_keeps_how_texts_begin(mode, begins):
         assert (each.bos_token_id in each("x y")["input_ids"]) == begins
 
 
-def test_train_new_from_iterator_takes_what_is_to_be_another():
-    new = small("whitespace").train_new_from_iterator(["Ab-c"], mode="moses", lower_case=True, eos_token="<end>")
-    assert (new.mode, new.lower_case, new.eos_token) == ("moses", True, "<end>")
-    assert new.tokenize("AB-C") == ["ab", "@-@", "c"]
-
-
 def test_train_new_from_iterator_keeps_named_and_added_specials(tmp_path):
     named = {"image_token": "<img>", "sound_token": "<snd>"}
     tokenizer = small("whitespace", extra_special_tokens=named, mask_token="<mask>")
@@ -530,8 +513,6 @@ def test_train_new_from_iterator_keeps_what_is_said_of_calls_and_chats(tmp_path)
     for tokenizer in (new, AutoTokenizer.from_pretrained(tmp_path)):
         assert {name: getattr(tokenizer, name) for name in settings} == settings
     assert new.apply_chat_template([{"role": "user", "content": "b a"}], tokenize=False) == "b a"
-    other = new.train_new_from_iterator(["a b"], model_max_length=9)
-    assert other.model_max_length == 9 and other.padding_side == "right"
     assert small("whitespace").train_new_from_iterator(["a b"]).chat_template is None
 
 

@@ -2,21 +2,19 @@
 
 A pickle is a program for a small stack machine, and the standard machine imports and calls whatever the program
 names. [`Machine`] knows the same instructions but imports nothing, calls nothing and sets no attribute: a class or
-function is only ever a [`Name`], and only names that the originals' files are known to hold are accepted. Where
-the program calls one of the names in `Machine.builders` (OrderedDict, Counter, set and the like), a function of this
-module makes the plain value it stands for; where it calls any other known name, the result is a [`StandIn`] that keeps
-the arguments and attributes and can do nothing.
+function is only a [`Name`], of those that the originals' files hold. Where the program calls one of the names in
+`Machine.builders` (OrderedDict, Counter, set and the like), a function of this module makes the plain value it stands
+for; where it calls any other, the result is a [`StandIn`], which keeps the attributes and can do nothing.
 
-A few bytes of a pickle can build huge objects. So the machine counts what it builds, copies, hashes and walks, in
-bytes, and its instructions; a pickle that asks for more than `MAX_BYTES` and its own size is refused. Keys of
+A few bytes of a pickle can build huge objects. So the machine counts its instructions, and in bytes what it builds,
+copies, hashes and walks; a pickle that asks for more than `MAX_BYTES` and its own size is refused. Keys of
 dictionaries and members of sets are texts and numbers alone, because a tuple is hashed anew each time; and not many
 large numbers, because those can be made to collide.
 
-Three kinds of file are understood, as the originals wrote them over the years: a bare pickle (`vocab.pkl`,
-`cache.pkl`), the zip archives of torch >= 1.6, and the concatenated pickles that torch wrote before that.
+Three formats are read: a bare pickle (`vocab.pkl`, `cache.pkl`), the zip archives of torch >= 1.6, and the
+concatenated pickles that torch wrote before.
 """
 
-import codecs
 import functools
 import mmap
 import os
@@ -43,8 +41,8 @@ LEGACY_PROTOCOL = 1001
 # Bytes that an entry of each container takes in CPython, with the room that growth leaves unused.
 LIST_ITEM, DICT_ITEM, SET_ITEM, MEMO_ITEM, STAND_IN = 16, 72, 112, 104, 400
 
-# The classes and functions that the originals' files name: by module, or, because copies of the originals' sources
-# have other paths, by the last part of the module or by the class's own name.
+# The classes and functions that the originals' files name: by module or, because copies of the originals' sources lie
+# elsewhere, by the last part of the module or the class's name.
 _KNOWN = re.compile(
     r"""(?x)
     builtins\.(bool|bytes|dict|float|frozenset|int|list|long|object|set|slice|str|tuple|unicode)
@@ -85,16 +83,10 @@ class Name:
 
 @dataclass(eq=False, slots=True)
 class StandIn:
-    """An object of a class that is not built: only its arguments and contents in the pickle.
-
-    `attributes` holds what would have become `__dict__`; `items` and `entries` what would have been appended or set.
-    """
+    """An object of a class that is not built: of its contents in the pickle only those of `__dict__`."""
 
     name: Name
-    args: tuple = ()
     attributes: dict[Any, Any] = field(default_factory=dict)
-    items: list = field(default_factory=list)
-    entries: dict[Any, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<stand-in for {shown(str(self.name))}>"
@@ -134,11 +126,7 @@ class Stream:
 
 
 def load(path: str | os.PathLike, machine: "Machine | None" = None) -> Any:
-    """The object pickled in a file: plain values, lists, dicts and [`StandIn`]s.
-
-    Args:
-        path (`str` or `os.PathLike`): the file.
-        machine ([`Machine`], *optional*): the machine that runs the pickle; a subclass may read tensors too.
+    """The object pickled in a file: plain values, lists, dicts and [`StandIn`]s, or what `machine` builds besides.
 
     Raises:
         UnsafePickleError: in one line that names the file, why it has none of the three formats, or what is refused.
@@ -179,23 +167,14 @@ def _load_archive(path: Path, data: mmap.mmap, machine: "Machine") -> Any:
     place = f"{root}data/"
     machine.place_records({name[len(place) :]: record for name, record in records.items() if name.startswith(place)})
     record = records[pickles[0]]
-    end = record.begin + record.length
-    with memoryview(data) as view, view[record.begin : end] as content:
-        if checksum_differs(zlib.crc32(content), record.checksum):
-            raise UnsafePickleError("record data.pkl is damaged: its checksum does not match")
-    return machine.run(Stream(data, record.begin, end))
+    if not is_intact(data, record):
+        raise UnsafePickleError("record data.pkl is damaged: its checksum does not match")
+    return machine.run(Stream(data, record.begin, record.begin + record.length))
 
 
 def read_directory(path: Path, data: mmap.mmap) -> dict[str, Record]:
-    """The records of a zip archive by name. torch stores its records uncompressed; others could unpack to any size.
-
-    Args:
-        path (`Path`): the file.
-        data (`mmap.mmap`): its bytes.
-
-    Raises:
-        UnsafePickleError: a record is compressed or encrypted or cut off.
-        zipfile.BadZipFile: the archive is damaged.
+    """The records of a zip archive by name. Raises an UnsafePickleError for one that is compressed (it could unpack to
+    any size), encrypted or cut off, and a BadZipFile for a damaged archive.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -222,9 +201,10 @@ def _record(data: mmap.mmap, info: zipfile.ZipInfo) -> Record:
     return Record(info.filename, begin, info.file_size, info.CRC)
 
 
-def checksum_differs(found: int, written: int) -> bool:
-    """Whether a CRC-32 is not the one in the file. torch writes 0 where checksums are switched off."""
-    return written not in (0, found)
+def is_intact(data: mmap.mmap, record: Record) -> bool:
+    """Whether a record has its CRC-32. torch writes 0 where checksums are switched off."""
+    with memoryview(data) as view, view[record.begin : record.begin + record.length] as content:
+        return record.checksum == 0 or record.checksum == zlib.crc32(content)
 
 
 def _load_stream(data: mmap.mmap, machine: "Machine") -> Any:
@@ -249,10 +229,7 @@ def _load_stream(data: mmap.mmap, machine: "Machine") -> Any:
 def _pairs(machine: "Machine", pairs: Any = (), *_: Any) -> dict:
     """A dictionary of a mapping, or of pairs of a key and a value."""
     built: dict[Any, Any] = {}
-    if isinstance(pairs, dict):
-        machine.pay(DICT_ITEM * len(pairs))
-        return dict(pairs)
-    for pair in machine.walk(pairs):
+    for pair in pairs.items() if isinstance(pairs, dict) else machine.walk(pairs):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise UnsafePickleError("a dictionary made of something else than pairs")
         machine.pay(DICT_ITEM)
@@ -274,14 +251,6 @@ def _encode(machine: "Machine", text: Any, encoding: Any = "latin1") -> bytes | 
     return text.encode(encoding)
 
 
-def _reconstructed(machine: "Machine", kind: Any, *_: Any) -> StandIn:
-    """A stand-in for an object in the protocols before 2."""
-    if not isinstance(kind, Name):
-        raise UnsafePickleError("an object of something that is no class")
-    machine.pay(STAND_IN)
-    return StandIn(kind)
-
-
 # ---- the machine ----
 
 _CONSTANTS = frozenset(
@@ -300,27 +269,13 @@ _PUSHED: dict[str, Callable[[], Any]] = {
     "EMPTY_DICT": dict,
     "EMPTY_SET": set,
 }
-# Instructions whose constant may be long: it begins with its length, in this many bytes.
+# Instructions whose constant may be long: the bytes of the length that it begins with.
 _LENGTHS = {"BINSTRING": 4, "BINBYTES": 4, "BINUNICODE": 4, "BINBYTES8": 8, "BYTEARRAY8": 8, "BINUNICODE8": 8}
 _LONG_CONSTANT = Name("builtins", "bytes")
 
 
 _known = functools.lru_cache(maxsize=1024)(_KNOWN.fullmatch)
 _Instructions: TypeAlias = dict[int, tuple[str, Callable | None, Callable | None, int | None]]
-
-
-def _read_string(file: Any) -> str:
-    """A string of Python 2 in the protocol of text, decoded as Latin-1 as in the other protocols; `pickletools`
-    decodes ASCII alone.
-
-    Raises:
-        ValueError: it is not in quotes, or the line does not end.
-    """
-    line = file.readline()
-    text = line[:-1].rstrip(b"\r")
-    if line[-1:] != b"\n" or len(text) < 2 or text[:1] not in (b"'", b'"') or text[:1] != text[-1:]:
-        raise ValueError("a string without its quotes or the end of its line")
-    return codecs.escape_decode(text[1:-1])[0].decode("latin-1")
 
 
 def _instructions(kind: type["Machine"]) -> _Instructions:
@@ -332,7 +287,7 @@ def _instructions(kind: type["Machine"]) -> _Instructions:
         if name in _PUSHED:
             method = functools.partial(_push, _PUSHED[name])
         reader = opcode.arg.reader if opcode.arg is not None else None
-        table[ord(opcode.code)] = (name, _read_string if name == "STRING" else reader, method, _LENGTHS.get(name))
+        table[ord(opcode.code)] = (name, reader, method, _LENGTHS.get(name))
     return table
 
 
@@ -343,8 +298,7 @@ def _push(make: Callable[[], Any], machine: "Machine", _: Any) -> None:
 class Machine:
     """Runs pickles; the method named after an instruction, in lower case behind `op_`, carries it out.
 
-    A subclass can add `builders`, objects for persistent ids (`refer`), and places for the records of an archive
-    (`place_records`) or for the bytes behind the pickles of torch's old format (`place_stream`).
+    A subclass can add `builders`, and override `refer`, `place_records` and `place_stream`.
     """
 
     builders: dict[str, Callable] = {
@@ -358,8 +312,6 @@ class Machine:
         "builtins.frozenset": _set,
         "builtins.bytes": lambda machine: b"",  # an empty one in protocols below 3; with arguments it is refused
         "_codecs.encode": _encode,
-        "copy_reg._reconstructor": _reconstructed,
-        "copyreg._reconstructor": _reconstructed,
     }
     instructions: _Instructions = {}
     # Types besides the containers on which a pickle may set attributes.
@@ -386,10 +338,7 @@ class Machine:
         """Reads the storages behind the pickle in torch's old format."""
 
     def run(self, stream: Stream) -> Any:
-        """Runs the pickle at the position of `stream` and returns its value.
-
-        The stream is left at the first byte behind the pickle.
-        """
+        """The value of the pickle at the position of `stream`, which is then the first byte behind the pickle."""
         self.clear()
         data, end, stack, instructions = stream.data, stream.end, self.stack, self.instructions
         height = 0
@@ -495,7 +444,7 @@ class Machine:
         raise UnsafePickleError("a mark is missing")
 
     def op_proto(self, _: Any) -> None:
-        """Nothing, as the other instruction of the framing."""
+        """Nothing: the protocol's number, and the framing."""
 
     op_frame = op_proto
 
@@ -513,8 +462,7 @@ class Machine:
         self.op_put(len(self.memo))
 
     def op_put(self, index: int) -> None:
-        # Indices must be dense, because an int is its own hash, and chosen indices could collide in the hash table of
-        # the dict and slow down reading.
+        # Indices must be dense: an int is its own hash, so that chosen ones could collide.
         if not 0 <= index <= 4 * len(self.memo) + 1024:
             raise UnsafePickleError(f"a memo with a place {index} but only {len(self.memo)} values")
         self.pay(MEMO_ITEM)
@@ -539,7 +487,8 @@ class Machine:
 
     def extend(self, values: list[Any]) -> None:
         target = self.top()
-        target = target.items if isinstance(target, StandIn) else target
+        if isinstance(target, StandIn):
+            return
         if not isinstance(target, list):
             raise UnsafePickleError("an append to something that is no list")
         self.pay(LIST_ITEM * len(values))
@@ -571,7 +520,8 @@ class Machine:
 
     def assign(self, values: list[Any]) -> None:
         target = self.top()
-        target = target.entries if isinstance(target, StandIn) else target
+        if isinstance(target, StandIn):
+            return
         if not isinstance(target, dict) or len(values) % 2:
             raise UnsafePickleError("keys and values set on something that is no dictionary")
         self.pay(DICT_ITEM * (len(values) // 2))
@@ -625,7 +575,7 @@ class Machine:
         self.pay(STAND_IN)
         build = self.builders.get(str(callee))
         if build is None:
-            self.stack.append(StandIn(callee, args))
+            self.stack.append(StandIn(callee))
             return
         try:
             self.stack.append(build(self, *args))

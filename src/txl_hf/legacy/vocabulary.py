@@ -9,13 +9,8 @@ from .unpickle import UnsafePickleError, load, shown
 
 
 def read_vocab_pickle(path: str | os.PathLike) -> list[str]:
-    """The symbols of a legacy `vocab.pkl` or `vocab.bin`, in the order of the ids, with `repair_symbols`.
-
-    Args:
-        path (`str` or `os.PathLike`): the file, a bare pickle or of either format of `torch.save`.
-
-    Raises:
-        ValueError: in one line, the wrong contents of the file, or that it is no vocabulary.
+    """The symbols of a legacy `vocab.pkl` or `vocab.bin`, in the order of the ids, with `repair_symbols`. Raises a
+    ValueError that says in one line why the file is no vocabulary.
     """
     try:
         state = load(path)
@@ -34,14 +29,8 @@ def read_vocab_pickle(path: str | os.PathLike) -> list[str]:
 
 
 def order_symbols(ids: dict, source: str) -> list:
-    """The symbols of a dict from symbols to ids, in the order of the ids.
-
-    Args:
-        ids (`dict`): the id of each symbol.
-        source (`str`): name of the dict's source, for the error.
-
-    Raises:
-        ValueError: the ids of n symbols are not the numbers from 0 to n - 1, each of them once.
+    """The symbols of a dict from symbols to ids, in the order of the ids. Raises a ValueError, which names the
+    `source`, where the ids of n symbols are not the numbers from 0 to n - 1, each of them once.
     """
     if not all(type(number) is int for number in ids.values()) or sorted(ids.values()) != list(range(len(ids))):
         raise ValueError(f"{source} does not number its {len(ids)} symbols from 0 on, each once")

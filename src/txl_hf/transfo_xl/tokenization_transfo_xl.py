@@ -1,7 +1,6 @@
 """Tokenizer of Transformer-XL on the Rust `tokenizers` library: `tokenizer.json` alone carries the whole behaviour.
 
-[`TransfoXLTokenizer`] is a word-level (or character-, byte-level) tokenizer. Its *mode*, saved with it, says how text
-becomes symbols:
+Its *mode*, saved with it, says how text becomes symbols:
 
 | mode | symbols | the originals' use |
 |---|---|---|
@@ -13,10 +12,8 @@ becomes symbols:
 
 `from_pretrained` reads a folder saved by this class, or a legacy one with `vocab.pkl`, `vocab.bin` or `vocab.txt`,
 whose pickles are never executed and whose added tokens (`added_tokens.json`, `added_tokens_decoder`) keep their ids;
-`<formula>` of mode `"moses"` follows them. `from_symbols` and `train_from_iterator` make new ones.
-
-`encode_lines` and `encode_file` give one long array of ids for training, with an `<eos>` per line on request. With
-`line_ends=True`, calling the tokenizer gives the same.
+`<formula>` of mode `"moses"` follows them. `from_symbols` and `train_from_iterator` make new ones; `encode_lines` and
+`encode_file` give one long array of ids for training.
 """
 
 import json
@@ -66,7 +63,7 @@ _TRAINING_SPECIALS: dict[str, dict[str, str | None]] = {
 
 # Arguments in files of the legacy tokenizer that are ignored here.
 _LEGACY_ARGUMENTS = ("special", "min_freq", "max_size", "do_lower_case", "never_split")
-# Joiners of text that the Moses rules, or WikiText's, have split already.
+# Joiners of text that was tokenised before, by the Moses rules or as WikiText.
 _JOINED = re.compile(" @[-,.]@ ")
 
 
@@ -75,32 +72,30 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
 
     Args:
         vocab_file (`str`, *optional*): a text file with one symbol a line, in the order of the ids.
-        pretrained_vocab_file (`str`, *optional*): the legacy `vocab.pkl` (or `vocab.bin`), read without executing it.
-        mode (`str`, *optional*): one of `"moses"`, `"whitespace"`, `"lm1b"`, `"characters"`, `"bytes"`. Defaults to
-            that of a `tokenizer_file` or `tokenizer_object`, else to `"moses"`. Of `"whitespace"` and `"lm1b"`, which
-            split alike, a given tokenizer has the second if it puts a token on both sides of a text.
+        pretrained_vocab_file (`str`, *optional*): the legacy `vocab.pkl` or `vocab.bin`.
+        mode (`str`, *optional*): one of the table's. Defaults to that of a `tokenizer_file` or `tokenizer_object`,
+            else to `"moses"`. Of `"whitespace"` and `"lm1b"`, which split alike, a given tokenizer has the second if
+            it puts a token on both sides of a text.
         lower_case (`bool`, *optional*): lower-case the text (special tokens excepted). Defaults to what a
             `tokenizer_file` or `tokenizer_object` does, else to `False`.
         unk_token (`str`, *optional*, defaults to `"<unk>"`): stands for symbols that the vocabulary lacks. The default
             becomes `"<UNK>"` if the vocabulary has that instead, else none; without one, unknown text is an error.
-        eos_token (`str`, *optional*, defaults to `"<eos>"`): end of a line. The default becomes none where the
-            vocabulary has no such symbol.
+        eos_token (`str`, *optional*, defaults to `"<eos>"`): end of a line; none where the vocabulary lacks the
+            default.
         line_ends (`bool`, *optional*): in the modes `"moses"` and `"whitespace"`, read a line feed as `eos_token` and
             each line by itself, so that a text's ids are those of `encode_lines` over its lines. Defaults to what was
             saved, else to `False`: the legacy tokenizer drops line feeds.
-        add_bos_token (`bool`, *optional*): begin every encoded text with `bos_token`. Defaults to what was saved, else
-            as `add_eos_token` in mode `"lm1b"`, and `False` in others.
-        add_eos_token (`bool`, *optional*): end every encoded text with `eos_token`. Defaults to what was saved, else
-            to `False` (`True` in mode `"lm1b"`, whose texts also start with it).
+        add_bos_token, add_eos_token (`bool`, *optional*): begin and end every encoded text with `bos_token` and
+            `eos_token`. Default to what was saved, else to `True` in mode `"lm1b"` (`add_bos_token` there to
+            `add_eos_token`) and `False` in others.
         vocab (`list[str]`, *optional*): the symbols in the order of the ids, as for `from_symbols`.
-        as_published (`bool`, *optional*, defaults to `True`): read an alphabet as the originals' data is written. One
-            with `_` and no space (text8) reads and writes a space as `_`; one of bytes without byte 10 (enwik8) skips
-            line ends.
+        as_published (`bool`, *optional*, defaults to `True`): an alphabet with `_` and no space (text8) reads and
+            writes a space as `_`; one of bytes without byte 10 (enwik8) skips line ends.
         kwargs: as for any fast tokenizer, among them `tokenizer_file`, a tokenizer.json, and `tokenizer_object`, a
             tokenizer of the `tokenizers` library, which is copied. `pad_token` defaults to `eos_token`,
-            `padding_side` to `"left"`, which is what generation needs. `model_max_length` defaults to no limit: the
-            memory carries a text on from segment to segment, however long it is. `decode`'s
-            `clean_up_tokenization_spaces` changes nothing in mode `"moses"`, whose text is always detokenised.
+            `padding_side` to `"left"`, for generation, and `model_max_length` to no limit, because the memory carries
+            on a text of any length. `decode`'s `clean_up_tokenization_spaces` changes nothing in mode `"moses"`, whose
+            text is always detokenised.
 
     Raises:
         ValueError: an unknown mode or language; another `mode` or `lower_case` than a given tokenizer's, or no `mode`
@@ -164,16 +159,16 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         kwargs.setdefault("padding_side", self.padding_side)
         begins, ends = (mode == "lm1b",) * 2 if is_new else _added_around(backend)
         kwargs["add_eos_token"] = ends if add_eos_token is None else add_eos_token
-        # By default a mark at the beginning goes with one at the end, because lm1b's sentences have both.
+        # lm1b's sentences have a mark on both sides or, without one at the end, on none.
         begins = kwargs["add_eos_token"] if begins and is_new else begins
         kwargs["add_bos_token"] = begins if add_bos_token is None else add_bos_token
-        # False, because the decoder in tokenizer.json cleans up, so that every reader of the file decodes alike.
+        # The decoder in tokenizer.json cleans up, so that every reader of the file decodes alike.
         kwargs["clean_up_tokenization_spaces"] = False
         # Not passed on as `tokenizer_object`, because a copy takes as long as reading a large vocabulary.
         self._tokenizer = backend
         super().__init__(mode=mode, lower_case=lower_case, unk_token=unk_token, eos_token=eos_token, **kwargs)
         _check_added(backend, added)
-        # Not saved, because the source of loading is no property of a tokenizer.
+        # Where it was loaded from is not saved.
         for name in ("is_local", "local_files_only"):
             self.init_kwargs.pop(name, None)
 
@@ -225,28 +220,21 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
 
     @classmethod
     def from_symbols(
-        cls,
-        symbols: Iterable[str],
-        mode: str = "moses",
-        lower_case: bool = False,
-        unk_token: str | None = "<unk>",
-        eos_token: str | None = "<eos>",
-        **kwargs,
+        cls, symbols: Iterable[str], mode: str = "moses", lower_case: bool = False, **kwargs
     ) -> "TransfoXLTokenizer":
         """A tokenizer whose symbol `symbols[i]` has id `i`.
 
         Args:
-            symbols (`Iterable[str]`): the vocabulary in the order of the ids, as the originals' `idx2sym`. In mode
-                `"bytes"` a symbol is a byte's decimal number, `"0"` … `"255"`.
-            mode, lower_case, unk_token, eos_token, kwargs: as for the class.
+            symbols (`Iterable[str]`): the vocabulary. In mode `"bytes"` a symbol is a byte's decimal number, `"0"` …
+                `"255"`.
+            mode, lower_case, kwargs: as for the class.
 
         Raises:
             ValueError: a symbol occurs twice, is no string or no byte's number, a special token other than the
                 defaults is not among them, or a keyword is misspelt.
         """
         _check_keywords(cls.from_symbols, kwargs)
-        given = (mode, lower_case, unk_token, eos_token)
-        return cls(None, None, *given, vocab=list(symbols), **kwargs)
+        return cls(vocab=list(symbols), mode=mode, lower_case=lower_case, **kwargs)
 
     @classmethod
     def train_from_iterator(
@@ -261,21 +249,19 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
     ) -> "TransfoXLTokenizer":
         """A tokenizer with the symbols of a text, the most frequent first, ties in the order of first occurrence.
 
-        The ids start with the special tokens: `eos_token` and every other one the text does not contain; a special
-        token that the text does contain (`<unk>` in PTB and WikiText) is placed by its frequency. This is the
-        originals' order.
+        The ids start with `eos_token` and the other special tokens that the text lacks; one that it contains (`<unk>`
+        in PTB and WikiText) is placed by its frequency. This is the originals' order.
 
         Args:
             lines (`Iterable[str | list[str]]`): the text, line by line or in batches of lines. Line ends count in
                 the modes `"characters"` and `"bytes"` and do not matter in the others.
             mode, lower_case: as for the class.
             min_freq (`int`, defaults to 0): leave out symbols that occur less often.
-            max_size (`int`, *optional*): keep at most this many symbols of the text, special tokens that occur in it
-                included; others are additional.
+            max_size (`int`, *optional*): keep at most this many symbols of the text, among them special tokens that
+                occur in it.
             vocab_size (`int`, *optional*): the vocabulary's largest size, special tokens included.
             kwargs: as for the class. `unk_token` and `eos_token` default to `<unk>` and `<eos>` (`<UNK>` and `<S>` in
-                mode `"lm1b"`, none in the modes `"characters"` and `"bytes"`); `extra_special_tokens` are more,
-                a list or a dict of names and tokens.
+                mode `"lm1b"`, none in the modes `"characters"` and `"bytes"`).
 
         Raises:
             ValueError: an unknown mode, lines that are no strings, a text without symbols, a negative size, a
@@ -314,16 +300,13 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         length: int | None = None,
         new_special_tokens: list[str | AddedToken] | None = None,
         special_tokens_map: dict[str, str] | None = None,
-        min_freq: int = 0,
-        **kwargs,
     ) -> "TransfoXLTokenizer":
         """A tokenizer with the symbols of another text and this one's mode, case, special tokens, chat template,
         sides of padding and truncation and greatest length.
 
         Args:
-            text_iterator, vocab_size, min_freq: as `lines` and others of `train_from_iterator`, with its errors.
+            text_iterator, vocab_size: as `lines` and `vocab_size` of `train_from_iterator`, with its errors.
             length, new_special_tokens, special_tokens_map: as in transformers; `length` is not needed.
-            kwargs: arguments that differ from this tokenizer's, such as `model_max_length` or `mode`.
         """
         rename = special_tokens_map or {}
         named = {name: rename.get(token, token) for name, token in self.special_tokens_map.items()}
@@ -331,40 +314,26 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         added = [str(token) for token in self.added_tokens_decoder.values() if token.special]
         extra = [rename.get(token, token) for token in added] + [str(token) for token in new_special_tokens or ()]
         extra = [token for token in extra if token not in specials.values()]
-        if "eos_token" in kwargs:
-            # Special tokens equal to the old `eos_token`, such as `pad_token`, are dropped with it.
-            specials = {name: token for name, token in specials.items() if token != specials["eos_token"]}
         kept = "mode lower_case line_ends add_bos_token add_eos_token chat_template padding_side truncation_side"
         options = {name: getattr(self, name) for name in (*kept.split(), "model_max_length")}
         options |= {"extra_special_tokens": extra, "model_specific_special_tokens": named, **specials}
-        if kwargs.get("mode", self.mode) != self.mode:
-            # Another mode has its own defaults for the ends of texts and lines, and for special tokens that are None.
-            ends = ("line_ends", "add_bos_token", "add_eos_token")
-            options = {name: value for name, value in options.items() if name not in ends and value is not None}
-        return type(self).train_from_iterator(
-            text_iterator, min_freq=min_freq, vocab_size=vocab_size, **options | kwargs
-        )
+        return type(self).train_from_iterator(text_iterator, vocab_size=vocab_size, **options)
 
     @property
     def line_ends(self) -> bool:
         """Whether a call reads a line feed as a token: the `eos_token` when `line_ends` was set or loaded."""
         return _line_end(self._tokenizer) is not None
 
-    @property
-    def line_feed_id(self) -> int | None:
-        """The token that `decode` writes as a line feed where it skips special tokens: the one that a call reads for a
-        line feed, unless texts are padded with it.
-        """
-        token = _line_end(self._tokenizer)
-        return None if token in (None, self.pad_token) else self.convert_tokens_to_ids(token)
-
     def _decode(self, token_ids: int | list[int], skip_special_tokens: bool = False, **kwargs) -> str:
-        line_feed = self.line_feed_id if skip_special_tokens else None
-        ids = [token_ids] if isinstance(token_ids, int) else token_ids
-        if line_feed is None or line_feed not in ids:
+        """As in `transformers`, but where special tokens are skipped, the token that a call reads for a line feed is
+        written as one, unless texts are padded with it.
+        """
+        line_end = _line_end(self._tokenizer)
+        if not skip_special_tokens or line_end in (None, self.pad_token):
             return super()._decode(token_ids, skip_special_tokens, **kwargs)
+        line_feed = self.convert_tokens_to_ids(line_end)
         lines: list[list[int]] = [[]]
-        for token in ids:
+        for token in [token_ids] if isinstance(token_ids, int) else token_ids:
             if token == line_feed:
                 lines.append([])
             else:
@@ -380,9 +349,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
 
     def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False, **kwargs) -> list[str]:
         """The symbols of a text as they are written, known to the vocabulary or not; arguments are those of a call.
-
-        Raises:
-            ValueError: `text` is no string.
+        Raises a ValueError where `text` is no string.
         """
         if not isinstance(text, str):
             raise ValueError(f"text is a {type(text).__name__}, not a string: tokenize one text at a time")
@@ -390,8 +357,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         speller._tokenizer = spelling_backend(self._tokenizer)
         added = {index: str(token) for index, token in speller.added_tokens_decoder.items()}
         found = speller(text, pair, add_special_tokens=add_special_tokens, **kwargs).encodings[0]
-        # Added tokens by id, because their pieces may be in lower case or have white space around them. Pieces that
-        # are put around a text stay, because they have ids of this tokenizer, not of the speller.
+        # Added tokens by id, because their pieces may be in lower case or have white space around them; but pieces
+        # around a text have this tokenizer's ids, not the speller's.
         pieces = zip(found.tokens, found.ids, found.special_tokens_mask, strict=True)
         return [piece if is_put else added.get(index, piece) for piece, index, is_put in pieces]
 
@@ -400,9 +367,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
 
         Args:
             lines (`Iterable[str]`): the lines, with their ends or, in the modes of words, without.
-            add_eos (`bool`, *optional*): end each line with the token that a call ends it with, or with `eos_token`
-                (and start it with `bos_token` in mode `"lm1b"`). Defaults to the tokenizer's `line_ends` or
-                `add_eos_token` (and `add_bos_token`).
+            add_eos (`bool`, *optional*): end each line as a call does, or with `eos_token` (and start it with
+                `bos_token` in mode `"lm1b"`). Defaults to `line_ends` or `add_eos_token` (and `add_bos_token`).
 
         Returns:
             `np.ndarray` of int64, one dimension.
@@ -420,7 +386,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             raise ValueError("add_eos=True needs an eos_token and this tokenizer has none")
         start = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         end = [self.convert_tokens_to_ids(line_end)] if add_eos else []
-        # Reset here, because padding and truncation are state of the backend that earlier calls leave.
+        # Earlier calls leave padding and truncation in the backend.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         chunks = []
@@ -435,8 +401,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64)
 
     def encode_file(self, path, add_eos: bool | None = None) -> np.ndarray:
-        """The ids of a text file, as `encode_lines` over its lines: (N,) int64. As in `txl-prepare`, a byte-order mark
-        is skipped, and a carriage return ends a line like a line feed, but mode `"bytes"` keeps all bytes.
+        """The ids of a text file, as `encode_lines` over its lines: (N,) int64. A byte-order mark is skipped, and a
+        carriage return ends a line like a line feed, but mode `"bytes"` keeps all bytes.
 
         Raises:
             ValueError: as for `encode_lines`, or the file is not UTF-8.
@@ -529,10 +495,8 @@ def _check_added(backend: Tokenizer, added: dict[int, AddedToken]) -> None:
 
 
 def _steps_of(backend: Tokenizer, mode: str | None, lower_case: bool | None, source) -> tuple[str, bool]:
-    """The mode and case of a given tokenizer, by its steps; a named mode or case that differs is a ValueError.
-
-    Args:
-        source: the tokenizer's origin, for the errors.
+    """The mode and case of a given tokenizer, by its steps. Raises a ValueError, which names its `source`, where a
+    mode or case that was asked for differs.
     """
     modes = modes_of(backend)
     is_marked = all(_added_around(backend)) and _line_end(backend) is None
@@ -582,8 +546,7 @@ def _set_line_ends(
     line_end = str(eos_token) if line_ends else None
     if line_ends is None or _line_end(backend) == line_end:
         return
-    # `eos_token` must be one of the symbols, because added tokens are matched in the raw text, where a line ends with
-    # a line feed instead.
+    # Added tokens are matched in the raw text, which has the line feed, so that `eos_token` must be a symbol.
     known = eos_token is not None and backend.model.token_to_id(str(eos_token)) is not None
     if line_ends and mode in LINE_END_MODES and not known:
         given = None if eos_token is None else str(eos_token)
@@ -612,8 +575,9 @@ def _extra_tokens(kwargs: dict) -> list:
 
 
 def _defaults(unk_token, eos_token, mode: str, vocabulary) -> tuple:
-    """The special tokens `unk_token` and `eos_token`, whose default names become another name that the vocabulary has,
-    or None, so that no token is added to it; other names stay."""
+    """The special tokens `unk_token` and `eos_token`. Default names that the vocabulary lacks become another name that
+    it has, or None, so that no token is added to it.
+    """
 
     def default(token, names: tuple[str, ...]):
         if token is None or str(token) in vocabulary or str(token) != names[0]:

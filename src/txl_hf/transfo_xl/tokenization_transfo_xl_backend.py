@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import Unigram, WordLevel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from .tokenization_transfo_xl_moses import moses_decoder, moses_normalizers, moses_pre_tokenizer
 
@@ -23,10 +24,8 @@ HALVES = re.compile("[\ud800-\udfff]")
 
 
 def check_symbols(symbols: list, source: str) -> list[str]:
-    """The symbols of a vocabulary; `source` is where they come from, for the error.
-
-    Raises:
-        ValueError: there are none, or one is no string of whole characters, or occurs twice.
+    """The symbols of a vocabulary. Raises a ValueError, which names their `source`, where there are none, or one is no
+    string of whole characters, or occurs twice.
     """
     if not symbols:
         raise ValueError(f"{source}: the vocabulary is empty.")
@@ -42,14 +41,11 @@ def check_symbols(symbols: list, source: str) -> list[str]:
 
 
 def read_vocab_text(path: str | PathLike) -> list[str]:
-    """The symbols of a legacy `vocab.txt`: the first word of each line, in the order of the ids.
-
-    Raises:
-        ValueError: the file is no UTF-8 text or has no symbols. Symbols that occur twice keep their first id, as in
-            the legacy tokenizer.
+    """The symbols of a legacy `vocab.txt`: the first word of each line; one that occurs twice keeps its first id, as
+    there. Raises a ValueError for a file that is no UTF-8 text or has no symbols.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # a byte-order mark is no part of the first symbol
+        text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a UTF-8 text file with one symbol a line.") from error
     words = (line.split() for line in text.split("\n"))
@@ -61,10 +57,8 @@ VOCABULARY_READERS: dict[str, Callable[[str | PathLike], list[str]]] = {"text": 
 
 
 def read_vocabulary(pickle_file: str | PathLike | None, text_file: str | PathLike | None) -> list[str]:
-    """The symbols of the one of two legacy files that is given, in the order of the ids.
-
-    Raises:
-        ValueError: neither is given, or the file cannot be read, a pickle only by the package, which is not imported.
+    """The symbols of the one of two legacy files that is given. Raises a ValueError where neither is, or the file
+    cannot be read, as a pickle without the package.
     """
     kind, path = ("text", text_file) if pickle_file is None else ("pickle", pickle_file)
     if path is None:
@@ -89,9 +83,8 @@ def check_mode(mode: str) -> None:
 def open_lines(path: str | PathLike, mode: str | None, opener: Callable = open) -> TextIOBase:
     """A UTF-8 text file, opened to be read line by line as a mode needs it (None: another kind of tokenizer).
 
-    A byte-order mark, which editors and Project Gutenberg put at the beginning, is skipped, and a carriage return ends
-    a line like a line feed. Mode `"bytes"` keeps all bytes, and line feeds alone end lines. `opener` has the arguments
-    of `open`, as `gzip.open` has.
+    A byte-order mark at the beginning is skipped, and a carriage return ends a line like a line feed. Mode `"bytes"`
+    keeps all bytes, and line feeds alone end lines. `opener` has the arguments of `open`, as `gzip.open` has.
     """
     return opener(path, "rt", encoding="utf-8" if mode == "bytes" else "utf-8-sig", newline=_newline(mode))
 
@@ -118,11 +111,8 @@ def build_backend(
 
     Args:
         symbols, mode, lower_case, unk_token, as_published: as for `TransfoXLTokenizer`.
-        specials: the special tokens, which the steps leave whole. None of them is added to the vocabulary.
+        specials: the special tokens, which the steps leave whole; none is added to the vocabulary.
         added: other tokens that were added to it, which the decoder leaves apart.
-
-    Raises:
-        ValueError: in mode `"bytes"`, a symbol is neither a byte's number nor a special token.
     """
     specials = [str(token) for token in specials]
     names = [_byte_character(symbol, specials) for symbol in symbols] if mode == "bytes" else symbols
@@ -162,11 +152,9 @@ def set_steps(
 
     Args:
         backend, mode, lower_case, specials: as for `build_backend`.
-        line_end: the symbol that a line feed becomes, in the modes of words; None: white space.
+        line_end: the symbol that a line feed becomes; None: white space. Raises a ValueError where the mode's texts
+            have no lines, or the Moses rules would split the symbol.
         last: normalizers after all others.
-
-    Raises:
-        ValueError: the mode's texts have no lines, or the Moses rules would split `line_end`.
     """
     steps: list[normalizers.Normalizer] = [normalizers.Lowercase()] if lower_case else []
     if line_end is not None and mode not in LINE_END_MODES:
@@ -214,14 +202,8 @@ def modes_of(backend: Tokenizer) -> list[str]:
     return [mode for mode in MODES if split(_pre_tokenizer(mode)) == found]
 
 
-def _byte_characters() -> dict[str, str]:
-    # ByteLevel writes printable Latin-1 bytes as themselves and the others as the characters from 256 on.
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return {str(byte): chr(byte if byte in printable else next(others)) for byte in range(256)}
-
-
-_BYTE_CHARACTERS = _byte_characters()
+# The character that the pre-tokenizer ByteLevel writes for each byte, by its decimal number.
+_BYTE_CHARACTERS = {str(byte): character for byte, character in bytes_to_unicode().items()}
 BYTE_SYMBOLS = {character: byte for byte, character in _BYTE_CHARACTERS.items()}
 
 
@@ -242,7 +224,7 @@ def split_symbols(backend: Tokenizer, text: str) -> list[str]:
 
 def spelling_backend(backend: Tokenizer) -> Tokenizer:
     """A tokenizer that splits a text as another does, and whose tokens are the symbols as they are written."""
-    # Unigram, because it returns unknown symbols unchanged, where WordLevel returns its unknown token.
+    # Unigram returns unknown symbols unchanged, where WordLevel returns its unknown token.
     speller = Tokenizer(Unigram([("", 0.0)], unk_id=0))
     speller.normalizer, speller.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
     speller.post_processor = backend.post_processor
@@ -280,11 +262,7 @@ def check_lines(lines) -> None:
 
 
 def flatten(text) -> Iterator[str]:
-    """The strings in a string, a batch of strings, a batch of batches …, in their order.
-
-    Raises:
-        ValueError: an item is neither a string nor a batch.
-    """
+    """The strings in a string, a batch of strings, a batch of batches …. Raises a ValueError for any other item."""
     if isinstance(text, str):
         yield text
     elif isinstance(text, Iterable) and not isinstance(text, Mapping | bytes):

@@ -1,9 +1,9 @@
 """The Moses rules, as steps of the `tokenizers` library: how prose becomes words, and words prose again.
 
 The rules are those of the Moses scripts normalize-punctuation.perl, tokenizer.perl (English, aggressive dashes) and
-detokenizer.perl as the legacy tokenizer ran them. Moses rewrites the text dozens of times with captured groups; a
-`Replace` writes a constant, so each rule here finds with look-arounds (or `\\K`, which keeps the match so far) where a
-space is inserted. Rules that tidy spaces are left out, because spaces only separate symbols.
+detokenizer.perl as the legacy tokenizer ran them. A `Replace` writes a constant, where Moses writes groups, so that
+each rule finds with look-arounds (or `\\K`, which keeps the match so far) where a space is inserted. Rules that tidy
+spaces are left out, because spaces only separate symbols.
 
 Differences from Moses: with `lower_case`, Moses splits the text at a special token in other letters (`<UNK>`), which
 is punctuation here. Look-behinds read five single letters between apostrophes at most, and a hundred digits and signs
@@ -11,7 +11,7 @@ before a word's penultimate full stop.
 
 Every rule takes time proportional to the text's length, because a call cannot be interrupted: look-behinds are
 bounded; repetitions are possessive (`*+`), and start at a run's beginning alone or end where the next match may begin.
-Rules start with the character that they change, because the library finds that fastest.
+Rules start with the character that they change, which the library finds fastest.
 """
 
 import re
@@ -27,8 +27,8 @@ def _parse_class(ranges: str) -> str:
     return "".join("-".join(chr(int(end, 16)) for end in part.split("-")) for part in ranges.split())
 
 
-# Moses' character classes, from Perl's tables of its time: Unicode's properties without what is listed, which is most
-# of East Asia's writing, and what Unicode has got since. Signs that are counted as letters are listed.
+# Moses' character classes: Unicode's properties without what Perl's tables of its time lacked, most of East Asia's
+# writing among it, and with the signs that Moses counts as letters.
 _NO_LETTER = """
 363-36f 560 588 5ef 860-897 8b3-8e3 9fc af9-afc c04 c5a-c5d c80 cdd cf3-d00 d04 d54-d56 d5f d81 e86 e89 e8c e8e-e93
 e98 ea0 ea8-ea9 eac f82-f83 1063-1064 1069-106d 1087-108d 108f-109b 13f5-13fd 170d 171f 1878 1abf-1ace 1b4c 1c36
@@ -147,9 +147,8 @@ _NUMBERS = [
 def moses_normalizers(specials: list, line_end: str | None) -> list:
     """The steps that set a space between the symbols of a text.
 
-    Args:
-        specials: special tokens, which stay whole in other letters too (`<UNK>`); none where the text is lower-cased.
-        line_end: the symbol that a line feed becomes, each line a text of its own; None: a line feed is a space.
+    `specials` stay whole in other letters too (`<UNK>`); none are given where the text is lower-cased. A line feed
+    becomes the symbol `line_end`, each line a text of its own; None: a space.
     """
     names = _protected_names(specials)
     # To the rules, a special token in other letters is a word: its brackets count as letter and digit.
@@ -178,7 +177,7 @@ def moses_pre_tokenizer(specials: list, lower_case: bool):
     """The step that splits a text whose spaces are set into symbols.
 
     Special tokens stay whole in any capitalisation; with `lower_case` they are words of their own. Any other character
-    that is neither of a word nor white space is a symbol, except in the joiners made above.
+    that is neither of a word, nor of a joiner, nor white space is a symbol.
     """
     protected = f"<(?i:{_protected_names(specials)})>"
     word = f"{protected}|[{_WORD}]+" if lower_case else f"(?:[{_WORD}]|{protected})+"
@@ -198,11 +197,8 @@ _CLEAN_UP = [(" (?=[.?!,])", ""), (" ' ", "'"), (" (?=n't|'(?:m|s|ve|re))", "")]
 
 
 def moses_decoder(symbols: list[str], outside: list[str]):
-    """The steps that make prose of symbols.
-
-    Args:
-        symbols: the vocabulary; each of its quotes of several characters pairs with its own kind.
-        outside: special and added tokens outside the vocabulary.
+    """The steps that make prose of symbols. Each of the vocabulary's quotes of several characters pairs with its own
+    kind; `outside` are special and added tokens outside the vocabulary.
     """
     # The text is ` word word … word `. A token from outside the vocabulary stands between borders: the legacy
     # tokenizer detokenised the stretches between such tokens one by one.
