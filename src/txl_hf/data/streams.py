@@ -368,60 +368,52 @@ def text_fingerprint(token_ids) -> str:
 
 
 def open_tokens(token_ids) -> Any:
-    """`ArrowTokens` for an Arrow column, also one of a `datasets.Dataset`; anything else unchanged.
-
-    A dataset searches all chunks of the column for each slice, and there are as many as its writer had batches: a
-    million in a text of a billion tokens.
-    """
+    """`ArrowTokens` for an Arrow column, also one of a `datasets.Dataset`; anything else unchanged."""
     source, name = getattr(token_ids, "source", None), getattr(token_ids, "column_name", None)
     table = getattr(source, "data", None)
     # With indices, as after `shuffle`, or a custom format, the dataset's rows are not those of its table.
     plain = getattr(source, "_indices", True) is None and getattr(source, "_format_type", None) != "custom"
     if name is not None and table is not None and plain:
-        return ArrowTokens(table.column(name), token_ids)
-    return ArrowTokens(token_ids, token_ids) if hasattr(token_ids, "num_chunks") else token_ids
+        return ArrowTokens(table, name)
+    if not hasattr(token_ids, "num_chunks"):
+        return token_ids
+    # Imported here, because `datasets` is in the extra `train`.
+    import pyarrow as pa
+    from datasets.table import InMemoryTable
+
+    return ArrowTokens(InMemoryTable(pa.table({"token_ids": token_ids})), "token_ids")
 
 
 class ArrowTokens:
-    """The integers of a `pyarrow.ChunkedArray`, read from memory or from a disk without a copy of all.
+    """The integers of a column, read from memory or from a disk without a copy of all.
+
+    A slice is found among the chunks by `fast_slice`: pyarrow and `Dataset` compare it with all of them, which are as
+    many as the writer had batches, a million in a text of a billion tokens.
 
     Args:
-        column: N integers.
-        source: the argument of `open_tokens`, which is pickled in place of the integers.
+        table: of `datasets`, which pickles a table on a disk by its path. name: the column, of N integers.
 
     Raises:
         ValueError: they are not all integers.
     """
 
-    def __init__(self, column, source):
-        self._source = source
-        self._chunks = [chunk for chunk in column.chunks if len(chunk)]
-        self._ends = np.cumsum([len(chunk) for chunk in self._chunks])
+    def __init__(self, table, name: str):
+        self._table, self._name = table, name
+        column = table.column(name)
         if column.null_count or not str(column.type).removeprefix("u").startswith("int"):
             nulls = f" with {column.null_count} missing" if column.null_count else ""
             raise ValueError(f"token_ids must be one sequence of integers, but the column holds {column.type}{nulls}")
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self._chunks else 0
+        return self._table.num_rows
 
     def __getitem__(self, index: slice | int) -> Any:
         """A view or a copy of a slice, as an array; a single token as a number."""
-        if not isinstance(index, slice):
-            place = range(len(self))[index]
-            return self._read(place, place + 1)[0]
-        start, stop, step = index.indices(len(self))
-        return self._read(start, stop)[::step] if start < stop else np.zeros(0, dtype=np.int64)
-
-    def _read(self, start: int, stop: int) -> np.ndarray:
-        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
-        parts = [chunk.to_numpy(zero_copy_only=True) for chunk in self._chunks[first : last + 1]]
-        offset = int(self._ends[first - 1]) if first else 0
-        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return tokens[start - offset : stop - offset]
-
-    def __reduce__(self):
-        # Pickles `source`, because a dataset pickles the names of its files, and a column its contents.
-        return open_tokens, (self._source,)
+        places = range(len(self))[index]
+        if isinstance(places, int):
+            return self[places : places + 1][0]
+        read = self._table.fast_slice(places.start, max(0, places.stop - places.start))
+        return read.column(self._name).to_numpy()[:: places.step]
 
 
 def check_tokens(token_ids) -> None:
