@@ -185,9 +185,11 @@ def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
         score = read_score(Path(path))
         kept, lost = preprocess(score, tokenizer)
         row |= {"fingerprint": fingerprint(score), "notes": kept.note_num(), "lost": lost}
+        # The tokenizer's tempos have a tolerance, because a file rounds to whole microseconds of a quarter note.
+        low, high = tokenizer.tempos.min() - 0.01, tokenizer.tempos.max() + 0.01
         remarks = {
             OTHER_METRE: tokenizer.score_has_time_signatures_not_in_vocab(score),
-            OTHER_TEMPO: not all(has_tempo(tokenizer, tempo.qpm) for tempo in score.tempos),
+            OTHER_TEMPO: tokenizer.config.use_tempos and not all(low <= tempo.qpm <= high for tempo in score.tempos),
             KEYLESS: tokenizer.config.use_key_signatures and not begins_in_a_key(score),
         }
         row["remarks"] = "; ".join(remark for remark, applies in remarks.items() if applies)
@@ -213,13 +215,6 @@ def preprocess(score: "Score", tokenizer: "MusicTokenizer") -> tuple["Score", in
     if kept.note_num() == 0:
         raise ValueError(f"the tokenizer has none of its {score.note_num()} note(s)")
     return kept, score.note_num() - kept.note_num()
-
-
-def has_tempo(tokenizer: "MusicTokenizer", tempo: float) -> bool:
-    """Whether a tempo, in quarter notes a minute, is in the tokenizer's range, or the tokenizer has no tempos."""
-    tempos = tokenizer.tempos if tokenizer.config.use_tempos else np.array([tempo])
-    # The limits have a tolerance, because a file rounds a tempo to whole microseconds of a quarter note.
-    return bool(tempos.min() - 0.01 <= tempo <= tempos.max() + 0.01)
 
 
 def begins_in_a_key(score: "Score") -> bool:

@@ -73,7 +73,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -87,6 +87,7 @@ from ..command_line import CommandParser, at_least_one, hub_or_folder, interrupt
 from ..files import disk_errors, name_of, sync
 from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 from ..transfo_xl.tokenization_transfo_xl_backend import LINE_END_MODES, MODES
+from . import midi
 from .corpora import (
     CORPORA,
     LINES,
@@ -103,18 +104,6 @@ from .corpora import (
     wanted,
 )
 from .loading import ends_lines, load_tokenizer
-from .midi import (
-    KEYLESS,
-    OTHER_METRE,
-    OTHER_TEMPO,
-    Piece,
-    boundary_tokens,
-    load_midi_tokenizer,
-    make_midi_tokenizer,
-    read_pieces,
-    split_pieces,
-    tokenise_pieces,
-)
 from .texts import INFORMATION, LINE_FEED, count_passed, document_end_token, encode_bytes, encode_lines, reads_streams
 
 if TYPE_CHECKING:
@@ -169,24 +158,18 @@ def no_bars_in_logs() -> Iterator[None]:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", choices=[*CORPORA, MIDI], required=True, help="the conventions to follow")
-    source = parser.add_mutually_exclusive_group()
+    add, source = parser.add_argument, parser.add_mutually_exclusive_group()
+    add("--corpus", choices=[*CORPORA, MIDI], required=True, help="the conventions to follow")
     source.add_argument("--input", type=Path, help="folder, archive or file")
-    source.add_argument(
-        "--dataset",
-        type=hub_or_folder,
-        help="data set on the Hub, folder or file of one; a row is a line or more",
-    )
-    parser.add_argument("--config", help="of --dataset: its configuration")
-    parser.add_argument("--column", help="of --dataset: its column with the text (text)")
-    parser.add_argument(
-        "--tokenizer",
-        type=hub_or_folder,
-        help="folder or Hub name of a tokenizer to use instead of the text's symbols",
-    )
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--document_end", metavar="TOKEN", help="token that ends each document (the text is one)")
-    parser.add_argument("--num_proc", type=at_least_one, default=os.cpu_count(), help="processes (%(default)s)")
+    rows = "data set on the Hub, folder or file of one; a row is a line or more"
+    source.add_argument("--dataset", type=hub_or_folder, help=rows)
+    add("--config", help="of --dataset: its configuration")
+    add("--column", help="of --dataset: its column with the text (text)")
+    other = "folder or Hub name of a tokenizer to use instead of the text's symbols"
+    add("--tokenizer", type=hub_or_folder, help=other)
+    add("--output", type=Path, required=True, help="folder to write")
+    add("--document_end", metavar="TOKEN", help="token that ends each document (the text is one)")
+    add("--num_proc", type=at_least_one, default=os.cpu_count(), help="processes (%(default)s)")
     text = parser.add_argument_group("symbols of --corpus text")
     text.add_argument("--mode", choices=[mode for mode in MODES if mode != "lm1b"], help="(whitespace)")
     text.add_argument("--lower_case", action="store_true", default=None)
@@ -220,6 +203,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Write the corpus to scratch/output; returns the contents of corpus.json."""
+    import pyarrow as pa
+    from datasets import Dataset
+
     if options.corpus == MIDI:
         return prepare_midi(options, scratch)
     convention = chosen_convention(options)
@@ -239,7 +225,9 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             raise ValueError(f"the {split} text of {source_name(options)} is empty")
     if convention.stream:
         tokenizer = tokenizer or stream_tokenizer(texts, convention)
-        tokens = {split: stream_tokens(text, tokenizer) for split, text in texts.items()}
+        # pyarrow tables, because `from_dict` would look at every token.
+        ids = {split: encode_bytes(tokenizer, text) for split, text in texts.items()}
+        tokens = {split: Dataset(pa.table({"token_ids": found})) for split, found in ids.items()}
     else:
         tokenizer = tokenizer or word_tokenizer(texts, convention, vocabulary)
         tokens = {
@@ -287,9 +275,9 @@ def write(tokens: dict[str, "Dataset"], tokenizer: Any, information: dict[str, A
 def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
     """Write a folder of MIDI files to scratch/output; returns the contents of corpus.json."""
     tokenizer = midi_tokenizer(options)
-    begin, end = boundary_tokens(tokenizer)
-    pieces, left_out, root = read_pieces(options.input, tokenizer, options.num_proc, scratch)
-    splits, repeated = split_pieces(pieces, root)
+    begin, end = midi.boundary_tokens(tokenizer)
+    pieces, left_out, root = midi.read_pieces(options.input, tokenizer, options.num_proc, scratch)
+    splits, repeated = midi.split_pieces(pieces, root)
     tell_pieces(splits, left_out, repeated)
     if options.bpe is not None:
         # BPE joins frequent pairs of tokens until the vocabulary has `options.bpe` entries.
@@ -298,7 +286,7 @@ def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
     for split, chosen in splits.items():
         semitones = (options.transpose or 0) if split == "train" else 0
         cache = scratch / f"{split}.arrow"
-        tokens[split] = tokenise_pieces(chosen, tokenizer, semitones, options.num_proc, cache)
+        tokens[split] = midi.tokenise_pieces(chosen, tokenizer, semitones, options.num_proc, cache)
         parts[split] = {"tokens": len(tokens[split]), "pieces": len(chosen), "notes": sum(p.notes for p in chosen)}
     information = {
         "corpus": MIDI,
@@ -320,10 +308,10 @@ def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
 
 def midi_tokenizer(options: argparse.Namespace) -> Any:
     if options.tokenizer is None:
-        tokenizer = make_midi_tokenizer(options.tokens or "remi")
+        tokenizer = midi.make_midi_tokenizer(options.tokens or "remi")
     else:
         try:
-            tokenizer = load_midi_tokenizer(options.tokenizer)
+            tokenizer = midi.load_midi_tokenizer(options.tokenizer)
         except ValueError as error:
             raise ValueError(f"--tokenizer {error}") from None
     if options.bpe is not None:
@@ -336,7 +324,7 @@ def midi_tokenizer(options: argparse.Namespace) -> Any:
     return tokenizer
 
 
-def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeated: list[Piece]):
+def tell_pieces(splits: dict[str, list[midi.Piece]], left_out: dict[str, str], repeated: list[midi.Piece]):
     """Print the pieces of each split, the files left out, and notes that were lost or changed."""
     for split, pieces in splits.items():
         print(f"{split}: {some([piece.name for piece in pieces])}")
@@ -350,22 +338,18 @@ def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeat
     chosen = list(chain.from_iterable(splits.values()))
     if lost := [f"{piece.name} ({piece.lost} of {piece.lost + piece.notes})" for piece in chosen if piece.lost]:
         print(f"{len(lost)} file(s) with notes that the tokenizer lacks or has already, and leaves out: {some(lost)}")
-    for remark in (OTHER_METRE, OTHER_TEMPO, KEYLESS):
+    for remark in (midi.OTHER_METRE, midi.OTHER_TEMPO, midi.KEYLESS):
         if remarked := [piece.name for piece in chosen if remark in piece.remarks]:
             print(f"{len(remarked)} file(s) {remark}: {some(remarked)}")
 
 
 def chosen_convention(options: argparse.Namespace) -> Convention:
     """The convention of the corpus, with the options of the command line about symbols."""
-    convention = CORPORA[options.corpus]
-    chosen = {name: getattr(options, name) for name in SYMBOLS}
-    convention = dataclasses.replace(
-        convention, **{name: value for name, value in chosen.items() if value is not None}
-    )
-    if options.corpus == "text" and convention.mode in ("characters", "bytes"):
+    changes: dict[str, Any] = {name: value for name in SYMBOLS if (value := getattr(options, name)) is not None}
+    if changes.get("mode") in ("characters", "bytes"):
         # Held-out texts count too, because an alphabet should lack none of their symbols.
-        convention = dataclasses.replace(convention, counted=SPLITS)
-    return convention
+        changes["counted"] = SPLITS
+    return dataclasses.replace(CORPORA[options.corpus], **changes)
 
 
 def read(
@@ -425,18 +409,16 @@ def text_tokenizer(options: argparse.Namespace, convention: Convention) -> PreTr
 # ---- counting ---------------------------------------------------------------------------------------------------
 
 
+def map_lines(lines: "Dataset", function: Callable[..., dict], num_proc: int, **options: Any) -> "Dataset":
+    """`lines.map` of a function of batches of lines."""
+    columns = {"input_columns": "text", "remove_columns": "text"}
+    processes = useful_processes(len(lines) // LINES, num_proc)
+    return lines.map(function, batched=True, batch_size=LINES, num_proc=processes, **columns, **options)
+
+
 def count_lines(lines: "Dataset", num_proc: int) -> dict[str, int]:
     """Counts of words (and one more for each line), characters and bytes."""
-    batches = lines.map(
-        count_batch,
-        batched=True,
-        batch_size=LINES,
-        input_columns="text",
-        remove_columns="text",
-        num_proc=useful_processes(len(lines) // LINES, num_proc),
-        keep_in_memory=True,
-        desc="count",
-    )
+    batches = map_lines(lines, count_batch, num_proc, keep_in_memory=True, desc="count")
     counts = {name: int(np.sum(batches[name][:])) for name in batches.column_names}
     if counts["words"]:
         counts["words"] += len(lines)
@@ -458,18 +440,8 @@ def tokenise(lines: "Dataset", tokenizer: PreTrainedTokenizerBase, num_proc: int
     """The column token_ids, one token a row, of lines."""
     from datasets import Features, Value
 
-    return lines.map(
-        tokenise_batch,
-        batched=True,
-        batch_size=LINES,
-        input_columns="text",
-        remove_columns="text",
-        features=Features({"token_ids": Value("int32")}),
-        fn_kwargs={"tokenizer": tokenizer},
-        num_proc=useful_processes(len(lines) // LINES, num_proc),
-        cache_file_name=str(cache),
-        desc="tokenise",
-    )
+    options = {"fn_kwargs": {"tokenizer": tokenizer}, "cache_file_name": str(cache), "desc": "tokenise"}
+    return map_lines(lines, tokenise_batch, num_proc, features=Features({"token_ids": Value("int32")}), **options)
 
 
 def tokenise_batch(lines: list[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
@@ -516,14 +488,6 @@ def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> Transfo
     if strange := re.sub("[a-z_]", "", symbols):
         raise ValueError(f"text8 is small letters and spaces, but this text has {strange[0]!r}")
     return TransfoXLTokenizer.from_symbols(symbols, mode="characters")
-
-
-def stream_tokens(text: bytes, tokenizer: TransfoXLTokenizer) -> "Dataset":
-    import pyarrow as pa
-    from datasets import Dataset
-
-    # A pyarrow table, because `from_dict` would look at every token.
-    return Dataset(pa.table({"token_ids": encode_bytes(tokenizer, text)}))
 
 
 if __name__ == "__main__":
