@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -147,31 +148,18 @@ def hub_or_folder(name: str) -> str:
     return name
 
 
-def at_least_one(text: str) -> int:
-    """The type of an option: a whole number from 1 on. Raises an ArgumentTypeError, as those below."""
-    return _number(int, text, lambda number: number >= 1, "a whole number, at least 1")
-
-
-def at_least_zero(text: str) -> int:
-    """The type of an option: a whole number from 0 on."""
-    return _number(int, text, lambda number: number >= 0, "a whole number, at least 0")
-
-
-def positive(text: str) -> float:
-    """The type of an option: a number above 0."""
-    return _number(float, text, lambda number: 0 < number < math.inf, "a number above 0, and finite")
-
-
-def not_negative(text: str) -> float:
-    """The type of an option: a number from 0 on."""
-    return _number(float, text, lambda number: 0 <= number < math.inf, "a number, at least 0, and finite")
-
-
-def _number(kind: Callable[[str], Any], text: str, fits: Callable[[Any], bool], wanted: str) -> Any:
+def _number(kind: type, fits: Callable[[Any], bool], wanted: str, text: str) -> Any:
     with contextlib.suppress(ValueError):
         if fits(number := kind(text)):
             return number
     raise argparse.ArgumentTypeError(f"{text!r} has to be {wanted}")
+
+
+# Types of options, which raise an ArgumentTypeError for other numbers.
+at_least_one = partial(_number, int, lambda number: number >= 1, "a whole number, at least 1")
+at_least_zero = partial(_number, int, lambda number: number >= 0, "a whole number, at least 0")
+positive = partial(_number, float, lambda number: 0 < number < math.inf, "a number above 0, and finite")
+not_negative = partial(_number, float, lambda number: 0 <= number < math.inf, "a number, at least 0, and finite")
 
 
 def existing_file(name: str) -> Path:
@@ -194,20 +182,19 @@ def new_path(name: str) -> Path:
 
 def add_scoring_options(parser: argparse.ArgumentParser, data: str, plot: str) -> None:
     """The options of every command that scores a text with a model; `data` and `plot` say what these two are."""
-    parser.add_argument("--model", type=hub_or_folder, required=True, help="folder or Hub name")
-    parser.add_argument("--data", type=Path, required=True, help=data)
-    parser.add_argument("--segment_length", type=int, help="tokens in one pass (the model's tgt_len)")
-    parser.add_argument("--ext_len", type=int, help="tokens read again with each segment (the model's)")
-    parser.add_argument("--clamp_len", type=int, help="(the model's)")
-    parser.add_argument("--same_length", choices=["true", "false"], help="(the model's)")
-    parser.add_argument(
-        "--document_end", metavar="TOKEN", help="token that ends each document, or none (as the data was prepared)"
-    )
-    parser.add_argument("--batch_size", type=int, help="streams that the text is cut into (1)")
-    parser.add_argument("--device", help="(cuda where there is one, otherwise cpu)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="(%(default)s)")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--plot", type=Path, help=f"PNG file to write: {plot}")
+    add = parser.add_argument
+    add("--model", type=hub_or_folder, required=True, help="folder or Hub name")
+    add("--data", type=Path, required=True, help=data)
+    add("--segment_length", type=int, help="tokens in one pass (the model's tgt_len)")
+    add("--ext_len", type=int, help="tokens read again with each segment (the model's)")
+    add("--clamp_len", type=int, help="(the model's)")
+    add("--same_length", choices=["true", "false"], help="(the model's)")
+    add("--document_end", metavar="TOKEN", help="token that ends each document, or none (as the data was prepared)")
+    add("--batch_size", type=int, help="streams that the text is cut into (1)")
+    add("--device", help="(cuda where there is one, otherwise cpu)")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="(%(default)s)")
+    add("--output", type=Path, help="JSON file to write")
+    add("--plot", type=Path, help=f"PNG file to write: {plot}")
 
 
 def check_files(options: argparse.Namespace) -> None:

@@ -87,38 +87,24 @@ def main(argv: list[str] | None = None):
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_scoring_options(parser, "folder of txl-prepare, or a text file", "perplexity by attention length")
-    parser.add_argument("--split", choices=SPLITS, help="of a folder of txl-prepare (test)")
-    parser.add_argument("--tokenizer", type=hub_or_folder, help="folder or Hub name, for a text file (the model's)")
-    parser.add_argument(
-        "--memory_length", type=int, nargs="+", help="one or more (the model's mem_len, without --sliding_window)"
-    )
-    parser.add_argument("--decay_len", type=int, help="of a memory longer than in training (the model's)")
-    parser.add_argument("--sliding_window", type=at_least_one, nargs="+", default=[], help="window lengths to score")
-    parser.add_argument(
-        "--warm_up", type=int, default=0, help="tokens of each stream read but not scored (%(default)s)"
-    )
-    parser.add_argument("--dynamic", type=float, metavar="RATE", help="let the weights follow the text at this rate")
-    parser.add_argument("--decay", type=float, help="of --dynamic: draw them back (0.0)")
-    parser.add_argument("--epsilon", type=float, help="of --dynamic with --statistics (1e-05)")
-    parser.add_argument(
-        "--statistics", type=at_least_one, help="of --dynamic: tokens of the training text to take them from"
-    )
-    parser.add_argument("--parameters", help="of --dynamic: names of the parameters that follow, a regular expression")
-    parser.add_argument(
-        "--cache",
-        type=float,
-        nargs=3,
-        metavar=("SIZE", "WEIGHT", "TEMPERATURE"),
-        help="mix in a continuous cache; see tune_lm.py",
-    )
-    parser.add_argument("--max_tokens", type=at_least_one, help="score the beginning of the text only")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
-    parser.add_argument(
-        "--progress",
-        action=argparse.BooleanOptionalAction,
-        default=sys.stderr.isatty(),
-        help="show a progress bar (where standard error is a terminal)",
-    )
+    add, on_terminal = parser.add_argument, sys.stderr.isatty()
+    add("--split", choices=SPLITS, help="of a folder of txl-prepare (test)")
+    add("--tokenizer", type=hub_or_folder, help="folder or Hub name, for a text file (the model's)")
+    add("--memory_length", type=int, nargs="+", help="one or more (the model's mem_len, without --sliding_window)")
+    add("--decay_len", type=int, help="of a memory longer than in training (the model's)")
+    add("--sliding_window", type=at_least_one, nargs="+", default=[], help="window lengths to score")
+    add("--warm_up", type=int, default=0, help="tokens of each stream read but not scored (%(default)s)")
+    add("--dynamic", type=float, metavar="RATE", help="let the weights follow the text at this rate")
+    add("--decay", type=float, help="of --dynamic: draw them back (0.0)")
+    add("--epsilon", type=float, help="of --dynamic with --statistics (1e-05)")
+    add("--statistics", type=at_least_one, help="of --dynamic: tokens of the training text to take them from")
+    add("--parameters", help="of --dynamic: names of the parameters that follow, a regular expression")
+    sizes = ("SIZE", "WEIGHT", "TEMPERATURE")
+    add("--cache", type=float, nargs=3, metavar=sizes, help="mix in a continuous cache; see tune_lm.py")
+    add("--max_tokens", type=at_least_one, help="score the beginning of the text only")
+    add("--json", action="store_true", help="print the result as JSON instead of a table")
+    bar = "show a progress bar (where standard error is a terminal)"
+    add("--progress", action=argparse.BooleanOptionalAction, default=on_terminal, help=bar)
     options = parser.parse_args(argv)
     for name in ("decay", "epsilon", "statistics", "parameters"):
         if options.dynamic is None and getattr(options, name) is not None:

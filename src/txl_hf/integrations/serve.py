@@ -63,13 +63,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--max_prompt", type=at_least_one, default=100_000, metavar="TOKENS", help="bound of a prompt (%(default)s)")
     add("--max_tokens", type=at_least_one, default=4096, metavar="TOKENS", help="bound of a reply (%(default)s)")
     add("--max_seconds", type=positive, default=120, metavar="SECONDS", help="bound of an answer's time (%(default)s)")
-    add(
-        "--max_memories",
-        type=not_negative,
-        default=2,
-        metavar="GIB",
-        help="bound of what is kept between requests (%(default)s)",
-    )
+    kept = "bound of what is kept between requests (%(default)s)"
+    add("--max_memories", type=not_negative, default=2, metavar="GIB", help=kept)
     add("--memory", type=existing_file, metavar="FILE", help="of save_memory: what every text goes on from")
     options = parser.parse_args(argv)
     if not 0 <= options.port < 2**16:
