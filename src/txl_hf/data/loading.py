@@ -28,15 +28,26 @@ def load_config(name: str, option: str = "--model") -> TransfoXLConfig:
         option: the option of a command that gave the name.
 
     Raises:
-        ValueError: the configuration does not load, or is of another model type.
+        ValueError: the configuration does not load, or is of another model type; or the folder holds an adapter or a
+            checkpoint of a run, and no model.
     """
-    if not Path(name).exists() and is_repo_id(name):
+    folder = Path(name)
+    if not folder.exists() and is_repo_id(name):
         print(f"{name} is no folder here: looking for it on the Hub", file=sys.stderr)
-    check_model_folder(name)
+    if not (folder / CONFIG_NAME).exists():
+        if (folder / "adapter_config.json").exists():
+            raise ValueError(
+                f"{name} is an adapter: give a whole model, for instance what "
+                f"peft.PeftModel.from_pretrained(model, {name!r}).merge_and_unload() saves"
+            )
+        if (folder / MANIFEST_NAME).exists():
+            raise ValueError(
+                f"{name} is a checkpoint of a run, to --resume it: give the folder of the run, {folder.parent}"
+            )
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        where = "" if Path(name).exists() else "there is no such folder here, and as a name on the Hub "
+        where = "" if folder.exists() else "there is no such folder here, and as a name on the Hub "
         raise ValueError(f"{option} {name} does not load: {where}{error}") from None
     if not isinstance(config, TransfoXLConfig):
         raise ValueError(f"{option} {name} is a {config.model_type}, not a Transformer-XL")
@@ -57,26 +68,6 @@ def load_language_model(name: str, **options) -> TransfoXLForCausalLM:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{name} is no whole language model: its weights lack {missing[0]}{more}")
     return model
-
-
-def check_model_folder(name: str):
-    """Refuse folders that look like a model's and hold none; for other names transformers raises errors.
-
-    Raises:
-        ValueError: the folder holds an adapter, or a checkpoint of a run.
-    """
-    folder = Path(name)
-    if (folder / CONFIG_NAME).exists():
-        return
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(
-            f"{name} is an adapter: give a whole model, for instance what "
-            f"peft.PeftModel.from_pretrained(model, {name!r}).merge_and_unload() saves"
-        )
-    if (folder / MANIFEST_NAME).exists():
-        raise ValueError(
-            f"{name} is a checkpoint of a run, to --resume it: give the folder of the run, {folder.parent}"
-        )
 
 
 def find_device(name: str | None) -> str:

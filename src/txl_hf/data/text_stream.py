@@ -168,12 +168,7 @@ class TextStream(IterableDataset):
         Raises:
             ValueError: see `TextStream`.
         """
-        epochs = (
-            count(self._first_epoch)
-            if self.epochs is None
-            else range(self._first_epoch, self._first_epoch + self.epochs)
-        )
-        for epoch in epochs:
+        for epoch in islice(count(self._first_epoch), self.epochs):
             if hasattr(self.texts, "set_epoch"):
                 self.texts.set_epoch(epoch)
             documents = checksum = 0

@@ -160,13 +160,7 @@ def read_prepared(folder: Path, split: str) -> TokenisedText:
     dataset = load_splits(folder)[split]
     if EVENTS in dataset.column_names:
         raise ValueError(f"{folder} has compound tokens, which are no one text: see examples/music/compound.py")
-    return TokenisedText(
-        token_ids=dataset.with_format("numpy")["token_ids"],
-        tokenizer=tokenizer,
-        corpus=corpus,
-        words=words,
-        characters=characters,
-    )
+    return TokenisedText(dataset.with_format("numpy")["token_ids"], tokenizer, corpus, words, characters)
 
 
 def load_splits(folder: Path) -> "DatasetDict":
@@ -302,15 +296,11 @@ def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Cou
                 end = max(end, stop)
             if not refuses:
                 passed.update(line[end:])
-    seen = {char: count for char, count in passed.items() if not _is_passed_over(tokenizer, char)}
-    return Counter(seen), unknown
-
-
-def _is_passed_over(tokenizer: Any, char: str) -> bool:
-    """Whether a character between tokens is white space, invisible, or has a token by itself."""
-    if char.isspace() or unicodedata.category(char) in ("Cc", "Cf"):
-        return True
-    return bool(tokenizer(char, add_special_tokens=False)["input_ids"])
+    for char in list(passed):
+        invisible = char.isspace() or unicodedata.category(char) in ("Cc", "Cf")
+        if invisible or tokenizer(char, add_special_tokens=False)["input_ids"]:
+            del passed[char]
+    return passed, unknown
 
 
 def whole(counts: Mapping[str, int]) -> tuple[int | None, int | None]:

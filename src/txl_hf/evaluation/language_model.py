@@ -179,7 +179,11 @@ def evaluate_caches(
     with _losses(model, text, dynamic, caches) as losses:
         # The sums stay on the device until the text is read, so that the host never waits for the device.
         totals = sum(
-            (torch.stack([_sum(part) for part in parts]) for parts in losses),
+            # On the CPU for Apple's GPUs, which have no fp64.
+            (
+                torch.stack([(part.cpu() if part.is_mps else part).double().sum() for part in parts])
+                for parts in losses
+            ),
             start=torch.zeros((), dtype=torch.float64),
         )
         if reading.accelerator is not None:
@@ -197,11 +201,6 @@ def evaluate_caches(
         )
         for cache, total in zip(caches, totals.tolist(), strict=True)
     ]
-
-
-def _sum(losses: Tensor) -> Tensor:
-    """The sum in fp64, computed on the CPU for Apple's GPUs, which do not have fp64."""
-    return (losses.cpu() if losses.device.type == "mps" else losses).double().sum()
 
 
 def token_losses(

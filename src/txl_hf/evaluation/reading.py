@@ -158,7 +158,12 @@ class Text:
         self.share = self._streams[first:stop] or [range(0)]
         self.share_tokens = self._scored(self.share, 0, self.length)
         self._before = self._scored(self._streams[:first], 0, self.length)
-        _check_vocabulary(token_ids, vocab_size)
+        for start in range(0, len(token_ids), TOKENS_MOVED):
+            ids = read_tokens(token_ids, start, min(start + TOKENS_MOVED, len(token_ids))).numpy()
+            outside = (ids < 0) | (ids >= vocab_size)
+            if outside.any():
+                at = int(outside.argmax())
+                raise ValueError(f"token_ids[{start + at}] is {ids[at]}, outside the vocabulary [0, {vocab_size})")
 
     def segments(self, device: torch.device) -> Iterator[Segment]:
         """All passes; in each up to `ext_len` tokens are read again."""
@@ -350,14 +355,3 @@ def _streams(text_tokens: int, batch_size: int) -> list[range]:
 def _labels(streams: list[range], begin: int, end: int) -> int:
     """The number of labels in the columns [begin, end) of these streams."""
     return sum(max(0, min(end, len(stream) - 1) - begin) for stream in streams)
-
-
-def _check_vocabulary(token_ids, vocab_size: int) -> None:
-    for start in range(0, len(token_ids), TOKENS_MOVED):
-        ids = read_tokens(token_ids, start, min(start + TOKENS_MOVED, len(token_ids))).numpy()
-        outside = (ids < 0) | (ids >= vocab_size)
-        if outside.any():
-            position = int(outside.argmax())
-            raise ValueError(
-                f"token_ids[{start + position}] is {ids[position]}, outside the vocabulary [0, {vocab_size})"
-            )

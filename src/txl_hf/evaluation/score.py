@@ -412,15 +412,14 @@ def read_text(options: argparse.Namespace) -> TokenisedText:
         if options.tokenizer is not None:
             raise ValueError(f"--tokenizer is for a text file: {options.data} has been tokenised")
         text = read_prepared(options.data, options.split)
-        return dataclasses.replace(text, document_end=find_document_end(options, text))
-    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else find_tokenizer(options.model)
-    if tokenizer is None:
-        raise ValueError(f"{options.model} has no tokenizer: name one with --tokenizer")
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ValueError(
-            f"{options.tokenizer or options.model} reads music: --data {options.data} must be a folder of txl-prepare"
-        )
-    text = read_raw(options.data, tokenizer)
+    else:
+        name = options.tokenizer or options.model
+        tokenizer = load_tokenizer(name) if options.tokenizer else find_tokenizer(name)
+        if tokenizer is None:
+            raise ValueError(f"{name} has no tokenizer: name one with --tokenizer")
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise ValueError(f"{name} reads music: --data {options.data} must be a folder of txl-prepare")
+        text = read_raw(options.data, tokenizer)
     return dataclasses.replace(text, document_end=find_document_end(options, text))
 
 
