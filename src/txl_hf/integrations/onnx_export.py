@@ -21,8 +21,8 @@ import hashlib
 import logging
 import sys
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,11 @@ from ..data.loading import find_tokenizer, has_tokenizer, load_config, load_lang
 from ..files import whole_folder
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
-# The file that the graphs share, the least bytes of a weight in it, and the alignment of weights in bytes.
-WEIGHTS, LEAST_SHARED, PAGE = "weights.data", 1024, 4096
+if TYPE_CHECKING:
+    from torch.onnx import ONNXProgram
+
+# The file that the graphs share, and the least bytes of a weight in it.
+WEIGHTS, LEAST_SHARED = "weights.data", 1024
 
 # Largest difference from torch of log-probabilities, and of states in proportion to the largest.
 TOLERANCE = 1e-4
@@ -98,9 +101,8 @@ def export(name: str, output: Path) -> dict[str, float]:
     output.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(output) as aside:
         graphs = {"segment.onnx": SIZES, "step.onnx": tuple((batch, 1) for batch, _ in SIZES)}
-        for graph in graphs:
-            write_graph(model, aside / graph, one_token=graph == "step.onnx")
-        share_weights([aside / graph for graph in graphs], aside / WEIGHTS)
+        programs = {aside / graph: make_graph(model, one_token=graph == "step.onnx") for graph in graphs}
+        write_graphs(programs, aside / WEIGHTS)
         for graph, sizes in graphs.items():
             found[graph] = check_graph(model, aside / graph, sizes)
         config.save_pretrained(aside)
@@ -109,8 +111,8 @@ def export(name: str, output: Path) -> dict[str, float]:
     return found
 
 
-def write_graph(model: TransfoXLForCausalLM, path: Path, one_token: bool) -> None:
-    """Write the graph of a segment of any length, or of one token, with a memory of any length before it."""
+def make_graph(model: TransfoXLForCausalLM, one_token: bool) -> "ONNXProgram":
+    """The graph of a segment of any length, or of one token, with a memory of any length before it."""
     config, layers = model.config, model.config.n_layer
     # The exporter takes equal sizes for one dimension, and a memory of mem_len for one that is never cut, so the sizes
     # differ from one another and from mem_len as far as possible.
@@ -142,39 +144,26 @@ def write_graph(model: TransfoXLForCausalLM, path: Path, one_token: bool) -> Non
     for states in program.model.graph.outputs[1:]:
         # The length of the memory is dynamic, but the exporter gives the output the example's.
         states.shape[1] = "new_memory"
-    program.save(path)
+    return program
 
 
-def share_weights(graphs: Iterable[Path], weights: Path) -> None:
-    """Move the weights of graphs in one folder to a file beside them, each weight once.
+def write_graphs(programs: dict[Path, "ONNXProgram"], weights: Path) -> None:
+    """Write graphs, by their paths, and the weights of all in one file beside them, each weight once."""
+    import onnx_ir
 
-    Args:
-        graphs: ONNX files, which are rewritten. weights: the file to write.
-    """
-    import onnx
-
-    places: dict[bytes, tuple[int, int]] = {}
-    with weights.open("wb") as file:
-        for path in graphs:
-            graph = onnx.load(path)
-            # The exporter writes this file if a graph is too large to hold its weights; `weights` replaces it.
-            path.with_name(f"{path.name}.data").unlink(missing_ok=True)
-            for tensor in graph.graph.initializer:
-                content = onnx.numpy_helper.to_array(tensor).tobytes()
-                if len(content) < LEAST_SHARED:
-                    continue
-                digest = hashlib.blake2b(content).digest()
-                if digest not in places:
-                    file.write(bytes(-file.tell() % PAGE))
-                    places[digest] = file.tell(), len(content)
-                    file.write(content)
-                offset, length = places[digest]
-                tensor.raw_data = b""  # `set_external_data` wants this field
-                onnx.external_data_helper.set_external_data(tensor, weights.name, offset=offset, length=length)
-                # The values may be in any of these fields.
-                for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
-                    tensor.ClearField(field)
-            path.write_bytes(graph.SerializeToString())
+    values = [value for program in programs.values() for value in program.model.graph.initializers.values()]
+    tensors = {value: value.const_value for value in values if value.const_value.nbytes >= LEAST_SHARED}
+    keys = {
+        value: (tensor.dtype, tuple(tensor.shape), hashlib.blake2b(tensor.tobytes()).digest())
+        for value, tensor in tensors.items()
+    }
+    different = {keys[value]: tensor for value, tensor in tensors.items()}
+    written = onnx_ir.external_data.convert_tensors_to_external([*different.values()], weights.parent, weights.name)
+    external = dict(zip(different, written, strict=True))
+    for value, key in keys.items():
+        value.const_value = external[key]
+    for path, program in programs.items():
+        onnx_ir.save(program.model, path)
 
 
 def check_graph(model: TransfoXLForCausalLM, path: Path, sizes: tuple[tuple[int, int], ...]) -> float:
