@@ -28,8 +28,7 @@ SPLITS = ("train", "validation", "test")
 # Number of lines that are read, counted or tokenised at once.
 LINES = 4096
 
-# Suffixes of plain text, of packed files, of archives and of records (with their reader in datasets), and the words in
-# a file's name that name its split.
+# Suffixes of plain text, packed files, archives and records (with their reader in datasets), and words for splits.
 TEXT_SUFFIXES = (".txt", ".text", ".tokens", ".raw")
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
@@ -52,10 +51,8 @@ class Convention:
             Without any, words in the file names decide.
         whole: pattern of the one file that may hold the whole corpus, which is then cut 90 : 5 : 5.
         stream: the corpus is one stream of symbols, not lines.
-        mode, lower_case: as for TransfoXLTokenizer.
+        mode, lower_case, min_freq, max_size: as for `TransfoXLTokenizer.train_from_iterator`.
         counted: the splits whose symbols make the vocabulary.
-        min_freq: leave out symbols that occur less often.
-        max_size: keep at most so many, the most frequent ones.
         vocabulary: name of a file with the vocabulary beside the text.
         hub: data set and configuration on the Hub.
         own: a user's text, for which no vocabulary was published.
@@ -98,14 +95,8 @@ CORPORA = {
 
 @dataclasses.dataclass
 class Source:
-    """The files of a corpus.
-
-    Attributes:
-        splits: the files of each split; of "train" alone where the corpus is one text, to be cut.
-        vocabulary: the file with the vocabulary, if there is one.
-        unread: other texts in the folder.
-        root: folder that names are relative to.
-    """
+    """The files of each split of a corpus, of "train" alone where it is one text, to be cut; the folder that names are
+    relative to; the file with the vocabulary, if there is one; and other texts in the folder."""
 
     splits: dict[str, list[Path]]
     root: Path
@@ -143,8 +134,7 @@ def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -
 
 def own_text(folder: Path, path: Path) -> Source:
     """The texts in a folder, by the word in their name that names a split. Beside them, a text without such a word is
-    not read, because it may be held out.
-    """
+    not read, because it may be held out."""
     everything = matches(folder, "*")
     texts = [file for file in everything if suffix_of(file) in TEXT_SUFFIXES]
     if not texts and (records := [file for file in everything if suffix_of(file) in RECORDS]):
@@ -159,11 +149,8 @@ def own_text(folder: Path, path: Path) -> Source:
 
 
 def group_by_split(files: Iterable[Path], folder: Path, given: Path | str) -> tuple[dict[str, list[Path]], list[Path]]:
-    """Files by the split that is named by a word in their names (`split_of`), and those without such a word.
-
-    Raises:
-        ValueError: some splits are named and not all; `given` is the folder in the error.
-    """
+    """Files by the split that their names name (`split_of`), and those that name none. Raises a ValueError, with the
+    folder as it was `given`, if only some splits are named."""
     found: dict[str | None, list[Path]] = {}
     for file in files:
         found.setdefault(split_of(file, folder), []).append(file)
@@ -217,13 +204,8 @@ def some(names: list[str]) -> str:
 
 
 def files_below(folder: Path, pattern: str = "*") -> list[Path]:
-    """The files below a folder, except hidden files and those that macOS adds to an archive.
-
-    Links to folders are followed; each folder is read once.
-
-    Raises:
-        ValueError: the target of a link does not exist.
-    """
+    """The files below a folder, except hidden files and those that macOS adds to an archive. Links to folders are
+    followed; each folder is read once. Raises a ValueError for a link whose target does not exist."""
     hidden = (".", "__MACOSX")
     found: list[Path] = []
     seen: set[str] = set()
@@ -299,9 +281,7 @@ def opener_of(path: Path) -> Callable[..., Any]:
 
 def read_files(source: Source, path: Path, convention: Convention, mode: str | None, scratch: Path) -> dict[str, Any]:
     """The text of each split: bytes of a stream, or a Dataset with lines, their ends included, in the column "text".
-
-    `mode` is the tokenizer's; None unless it is a `TransfoXLTokenizer`: see `open_lines`.
-    """
+    `mode` is the tokenizer's, as in `open_lines`."""
     if convention.stream:
         return {split: read_stream(path) for split, [path, *_] in source.splits.items()}
     for split, paths in source.splits.items():
@@ -345,10 +325,8 @@ def check_is_text(path: Path, lines: Iterable[str], mode: str | None) -> None:
 def read_rows(
     name: str, config: str | None, column: str, convention: Convention, mode: str | None, scratch: Path
 ) -> dict[str, "Dataset | bytes"]:
-    """The splits of a data set in the form of `read_files`. A row holds lines; the end of the last may be missing.
-
-    Args:
-        name: name on the Hub, a folder, or a file of `RECORDS`.
+    """The splits of a data set on the Hub, in a folder or in a file of `RECORDS`, in the form of `read_files`. A row
+    holds lines; the end of the last may be missing.
 
     Raises:
         ValueError: the data set does not load, lacks a split, the column or the text of a row, or has two splits for

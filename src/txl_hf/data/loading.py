@@ -21,15 +21,11 @@ from .midi import is_midi_tokenizer, load_midi_tokenizer
 
 
 def load_config(name: str, option: str = "--model") -> TransfoXLConfig:
-    """The configuration of a model. A name that is no folder is printed before the Hub is contacted, because an error
-    without a network takes long.
-
-    Args:
-        option: the option of a command that gave the name.
+    """The configuration of a model; `option` of a command gave its name. A name that is no folder is printed before
+    the Hub is contacted, because an error without a network takes long.
 
     Raises:
-        ValueError: the configuration does not load, or is of another model type; or the folder holds an adapter or a
-            checkpoint of a run, and no model.
+        ValueError: it does not load or is of another model type, or the folder has an adapter or a checkpoint instead.
     """
     folder = Path(name)
     if not folder.exists() and is_repo_id(name):
@@ -55,10 +51,7 @@ def load_config(name: str, option: str = "--model") -> TransfoXLConfig:
 
 
 def load_language_model(name: str, **options) -> TransfoXLForCausalLM:
-    """The model of a folder or on the Hub.
-
-    Args:
-        options: of `from_pretrained`.
+    """The model of a folder or on the Hub, with options of `from_pretrained`.
 
     Raises:
         ValueError: its weights lack tensors, such as the softmax, which would be random.
@@ -71,11 +64,7 @@ def load_language_model(name: str, **options) -> TransfoXLForCausalLM:
 
 
 def find_device(name: str | None) -> str:
-    """The device of this name. None: the GPU, or the CPU where there is no GPU.
-
-    Raises:
-        ValueError: the device does not exist.
-    """
+    """The device of this name, or the GPU if there is one. Raises a ValueError for a device that does not exist."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=name)
@@ -88,10 +77,7 @@ def find_device(name: str | None) -> str:
 
 
 def load_tokenizer(name: str | Path, **options) -> Any:
-    """The tokenizer of a folder or on the Hub, one of transformers or of MidiTok.
-
-    Args:
-        options: of transformers' `from_pretrained`: `revision`, `trust_remote_code`.
+    """The tokenizer of a folder or on the Hub, of MidiTok or, with options of `from_pretrained`, of transformers.
 
     Raises:
         ValueError: there is no tokenizer, or it cannot be read.
@@ -105,11 +91,7 @@ def load_tokenizer(name: str | Path, **options) -> Any:
 
 
 def find_tokenizer(name: str | Path) -> Any:
-    """The tokenizer of a folder or on the Hub, or None where there is none.
-
-    Raises:
-        ValueError: the tokenizer cannot be read.
-    """
+    """`load_tokenizer`, or None where there is no tokenizer. Raises a ValueError for one that cannot be read."""
     if Path(name).is_dir() and not has_tokenizer(name):
         return None
     try:
@@ -133,12 +115,11 @@ def has_tokenizer(name: str | Path) -> bool:
 
 
 def check_symbols_of(model: str | Path, tokenizer: Any, data: Any) -> None:
-    """Check that the vocabularies of a text and of a model agree; one may have more symbols at its end.
+    """Check that the vocabularies of a text, `data`, and of a model agree; one may have more symbols at its end.
 
     Args:
         model: folder or name on the Hub; without a tokenizer there, nothing is compared.
-        tokenizer: tokenizer of the text.
-        data: name of the text in the error.
+        tokenizer: of the text.
 
     Raises:
         ValueError: a symbol differs, which is named; or the model's tokenizer cannot be read.
@@ -174,15 +155,10 @@ def fill_special_tokens(
 ) -> None:
     """Set `bos_token_id`, `eos_token_id` and `pad_token_id` where they are None in a configuration.
 
-    `eos_token_id`, at which `generate` stops, is the token that ends documents, otherwise the tokenizer's `eos_token`.
-    If `eos_token` ends each line (`ends_lines`), `eos_token_id` stays None, because `generate` would stop after a
-    heading or an empty line. `pad_token_id` stays None if that token also begins texts or ends lines, because
-    `generate` without an `attention_mask` would mask it in a prompt.
-
-    Args:
-        config: configuration of a model or of its generation; fields that are set do not change.
-        tokenizer: one of transformers or of MidiTok.
-        document_end: the token that ends each document of the training text, if one does.
+    `eos_token_id`, at which `generate` stops, is the token that ends the documents of the training text
+    (`document_end`), otherwise the tokenizer's `eos_token`. If that ends each line, the field stays None, because
+    `generate` would stop after a heading or an empty line. `pad_token_id` stays None if that token also begins texts
+    or ends lines, because `generate` without an `attention_mask` would mask it in a prompt.
     """
     found = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     in_texts = {found["bos_token_id"], found["eos_token_id"]}

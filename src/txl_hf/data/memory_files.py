@@ -45,8 +45,8 @@ class HeldCache(NamedTuple):
 
     Attributes:
         kind: the name of its class.
-        counts: `mem_len`; `length`, the number of keys that it has read, with those of a memory before the text;
-            `initial_length` and `projected`, as in `DecodingState`.
+        counts: `mem_len`; `length`, the number of keys that it has read; `initial_length`, those of a memory before
+            the text among them; `projected`, as in `DecodingState`.
         tensors: `keys.i` and `values.i` of each layer, (B, H, n, Dh) with n ≤ M, in order of time; `mask`, (B, n)
             bool, if some are not real; `padding` as in `DecodingState`, if there is any.
     """

@@ -24,17 +24,13 @@ if TYPE_CHECKING:
 
 MIDI_SUFFIXES = (".mid", ".midi", ".kar")
 DRUM_CHANNEL = 9
-# Column of compound tokens; plain tokens are in `token_ids`.
-EVENTS = "events"
-# Time steps of a quarter note in fingerprints; triplets and 32nd notes take a whole number of them.
-COMPARED = 24
+EVENTS = "events"  # the column of compound tokens; plain tokens are in `token_ids`
+COMPARED = 24  # time steps of a quarter note in fingerprints: triplets and 32nd notes take a whole number of them
 # Longest piece, in quarter notes: a damaged time is read as centuries, and MidiTok would write a token for each bar.
 LONGEST = 100_000
 TOKENIZER_FILE = "tokenizer.json"
-# Files for each process that is started.
-FILES = 64
-# Most program changes that are copied into other tracks, which takes a second.
-MOST_JOINED = 1_000_000
+FILES = 64  # for each process that is started
+MOST_JOINED = 1_000_000  # program changes that are copied into other tracks, which takes a second
 # First bytes of a program change and of a note, on any channel except that of drums.
 PROGRAM_CHANGE = re.compile(rb"[\xc0-\xc8\xca-\xcf](?=[\x00-\x7f])")
 NOTE = re.compile(rb"[\x90-\x98\x9a-\x9f](?=[\x00-\x7f])")
@@ -51,11 +47,10 @@ class Piece(NamedTuple):
     """A MIDI file.
 
     Attributes:
-        path: of the file.
         name: its path relative to the folder that was given.
         fingerprint: equal only for copies and transpositions of the piece.
-        notes: number of notes in its tokens.
-        lost: number of notes left out, because the tokenizer lacks their pitch or instrument, or has them already.
+        notes, lost: number of notes in its tokens, and of those left out, because the tokenizer lacks their pitch or
+            instrument, or has them already.
         remarks: those of `OTHER_METRE`, `OTHER_TEMPO` and `KEYLESS` that apply.
     """
 
@@ -71,10 +66,7 @@ class Piece(NamedTuple):
 
 
 def make_midi_tokenizer(tokens: str) -> "MusicTokenizer":
-    """MidiTok's REMI, or its compound words, for music of any pitches, instruments, keys, metres and tempos.
-
-    Notes longer than 12 beats are shortened to 12.
-    """
+    """MidiTok's REMI, or its compound words, for any pitches, instruments, keys, metres and tempos, and 12 beats."""
     import miditok
 
     config = miditok.TokenizerConfig(
@@ -100,11 +92,7 @@ def is_midi_tokenizer(folder: Path | str) -> bool:
 
 
 def load_midi_tokenizer(folder: Path | str) -> "MusicTokenizer":
-    """The tokenizer in a folder, of any of MidiTok's classes.
-
-    Raises:
-        ValueError: there is no tokenizer, or it is not one of MidiTok's.
-    """
+    """The tokenizer in a folder, of any of MidiTok's classes. Raises a ValueError if there is none."""
     import miditok
 
     path = Path(folder) / TOKENIZER_FILE
@@ -141,11 +129,8 @@ def boundary_tokens(tokenizer: "MusicTokenizer") -> tuple[Any, Any]:
 def read_pieces(
     folder: Path, tokenizer: "MusicTokenizer", num_proc: int, scratch: Path
 ) -> tuple[list[Piece], dict[str, str], Path]:
-    """The pieces of a folder or an archive, {name: reason} for files that cannot be used, and the folder.
-
-    Raises:
-        ValueError: there is no MIDI file that can be used.
-    """
+    """The pieces of a folder or an archive, {name: reason} for files that cannot be used, and the folder. Raises a
+    ValueError if no file can be used."""
     from datasets import Dataset
 
     root = unpacked(folder, scratch)
@@ -206,11 +191,8 @@ def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
 
 
 def preprocess(score: "Score", tokenizer: "MusicTokenizer") -> tuple["Score", int]:
-    """A score as the tokenizer reads it, and the number of notes that the tokenizer leaves out.
-
-    Raises:
-        ValueError: the tokenizer leaves out all notes.
-    """
+    """A score as the tokenizer reads it, and the number of notes that it leaves out; a ValueError if it leaves out
+    all."""
     kept = tokenizer.preprocess_score(score)
     if kept.note_num() == 0:
         raise ValueError(f"the tokenizer has none of its {score.note_num()} note(s)")
@@ -259,10 +241,7 @@ def with_programs(data: bytes) -> bytes:
     """A MIDI file in which each track has the program changes of its channels.
 
     A program change is of a channel, in whichever track it is. symusic reads only those in the track of the notes, and
-    without one assigns a piano.
-
-    Raises:
-        ValueError: a track may have notes of a program that another track sets, and mido cannot read the file.
+    without one assigns a piano. Raises a ValueError for a file that may need this and that mido cannot read.
     """
     if not _programs_may_be_elsewhere(data):
         return data
@@ -301,10 +280,8 @@ def with_programs(data: bytes) -> bytes:
 
 
 def _programs_may_be_elsewhere(data: bytes) -> bool:
-    """Whether some channel may have notes in one track and program changes in another, without mido, which is slow.
-
-    There are false positives, because a time or a text may contain the bytes of a message, but no false negatives.
-    """
+    """Whether some channel may have notes in one track and program changes in another, without mido, which is slow. A
+    time or a text may contain the bytes of a message, so there are false positives, but no false negatives."""
     if data[8:10] != b"\x00\x01":
         return False
     notes: dict[int, set[int]] = defaultdict(set)
@@ -327,10 +304,8 @@ def last_end(score: "Score") -> int:
 
 
 def fingerprint(score: "Score") -> str:
-    """A hash of when notes begin, relative to the first, and of their pitches, relative to the lowest.
-
-    Transposition and another resolution of time do not change it.
-    """
+    """A hash of when notes begin, relative to the first, and of their pitches, relative to the lowest, which
+    transposition and another resolution of time do not change."""
     first = min(note.time for track in score.tracks for note in track.notes)
     drums: list[np.ndarray] = []
     others: list[np.ndarray] = []
@@ -344,20 +319,17 @@ def fingerprint(score: "Score") -> str:
     for parts, moves in ((others, True), (drums, False)):
         found = np.unique(np.concatenate(parts), axis=0) if any(len(part) for part in parts) else np.zeros((0, 2))
         if len(found) and moves:
-            # Pitches relative to the lowest of the piece.
             found = found - [0, found[:, 1].min()]
         digest.update(found.astype("<i8").tobytes() + b"|")
     return digest.hexdigest()
 
 
 def split_pieces(pieces: list[Piece], root: Path) -> tuple[dict[str, list[Piece]], list[Piece]]:
-    """The pieces of each split, and those left out because another split has the same ones.
+    """The pieces of each split, and those left out because another split has the same ones, or none is named.
 
     Names with the word of a split (`split_of`) decide. Without any, 5 % of the pieces are for validation and 5 % for
-    the test, chosen by their fingerprints, so that copies and transpositions of a piece stay together.
-
-    Raises:
-        ValueError: names give only some splits, or a split is empty.
+    the test, chosen by their fingerprints, so that copies and transpositions of a piece stay together. Raises a
+    ValueError if names give only some splits, or a split is empty.
     """
     by_path = {piece.path: piece for piece in pieces}
     named, unnamed = group_by_split(by_path, root, "the folder")
@@ -391,11 +363,8 @@ def cut_pieces(pieces: list[Piece]) -> dict[str, list[Piece]]:
 
 
 def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "Score | None":
-    """A copy with notes, except drums, and key signatures moved; without a signature it is read as in C major.
-
-    None if a pitch would be outside of the tokenizer's `pitch_range` (both ends included), because MidiTok would leave
-    out the note; never None with 0 semitones.
-    """
+    """A copy with notes, except drums, and key signatures moved; None if a pitch would be outside of the tokenizer's
+    `pitch_range` (both ends included), because MidiTok would leave out the note; never None with 0 semitones."""
     import symusic
 
     low, high = pitch_range
@@ -427,13 +396,10 @@ def spelled(fifths: int) -> int:
 def tokenise_pieces(
     pieces: Iterable[Piece], tokenizer: "MusicTokenizer", semitones: int, num_proc: int, cache: Path
 ) -> "Dataset":
-    """The tokens of pieces, each between BOS and EOS, one token a row.
+    """The tokens of pieces, each between BOS and EOS, one token a row, in the Arrow file `cache`. Compound words are
+    in the column `EVENTS`, and a row has an id for each attribute.
 
-    Args:
-        pieces: each in its key and in the keys up to `semitones` above and below; in random order if there are any.
-        tokenizer: with one of compound words, the column is `EVENTS` and a row has an id for each attribute.
-        num_proc: processes at most.
-        cache: the Arrow file to write.
+    With `semitones` each piece is in its key and in those so far above and below, all in random order.
     """
     from datasets import Dataset, Features, List, Value
 

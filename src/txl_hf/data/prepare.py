@@ -17,13 +17,12 @@
 
 Symbols are numbered by frequency, the most frequent first, after `<eos>`. lm1b comes with a vocabulary,
 `1b_word_vocab.txt`, which is read if it lies beside the text; otherwise it is the words that occur three times in the
-training text, and as in the originals the validation text is the test text. enwik8 and text8, in one file, are cut
-into 90, 5 and 5 % of their bytes; their vocabularies have the published 204 and 27 symbols, no `<eos>`, `<unk>` or
-`<pad>`, and another symbol is an error: for those, and for another tokenizer, give `--corpus text`.
+training text. As in the originals, its validation text is the test text. enwik8 and text8, in one file, are cut into
+90, 5 and 5 % of their bytes; their vocabularies have the published 204 and 27 symbols, no `<eos>`, `<unk>` or `<pad>`,
+and another symbol is an error: for those, and for another tokenizer, give `--corpus text`.
 
-`--input` is a folder with these files, the archive they come in, or the one file that it is. The names that the
-originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) are accepted. Hidden files and folders,
-and `__MACOSX`, are passed over.
+`--input` is a folder with these files, the archive they come in, or the one file; `train.txt`, `valid.txt`,
+`test.txt`, the names that the originals' getdata.sh gives, are accepted. Hidden files are passed over.
 
 `--corpus text` reads files that end in `.txt`, `.text`, `.tokens` or `.raw`, alone or packed (`.gz`, `.bz2`, `.xz`). A
 word in their names or their folders' names says which part they are: train or training; valid, validation, val or dev;
@@ -143,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def no_bars_in_logs() -> Iterator[None]:
-    """Disable datasets' progress bars if standard error is no terminal: a log would get a line for each state."""
+    """No bars of datasets if standard error is no terminal, because a log would get a line for each state."""
     import datasets
 
     silenced = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
