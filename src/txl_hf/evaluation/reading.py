@@ -30,8 +30,7 @@ from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
 # Tokens of the text, and losses, that are copied between the host and a device at once.
 TOKENS_MOVED = 2**20
-# The softmax reads all of its tables, hundreds of MB for a large vocabulary, however few tokens it scores, so several
-# short segments are scored together.
+# Short segments are scored together, because the softmax reads all of its tables, up to hundreds of MB, each time.
 TOKENS_AT_ONCE = 1024
 # The settings that reproduce a figure; `txl-train` saves them beside its figures.
 LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
@@ -39,11 +38,7 @@ LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_leng
 
 @dataclass(frozen=True)
 class Reading:
-    """The settings of a reading: arguments of `evaluate_language_model` without model, text, `dynamic` and `cache`.
-
-    Raises:
-        ValueError: a size is out of range.
-    """
+    """Arguments of `evaluate_language_model` except model, text, `dynamic` and `cache`, whose sizes are checked."""
 
     segment_length: int
     memory_length: int | None = None
@@ -62,12 +57,8 @@ class Reading:
         check_sizes(least=0, warm_up=self.warm_up)
 
     def of(self, config: TransfoXLConfig) -> "Reading":
-        """The same reading with the configuration's lengths in place of None.
-
-        Raises:
-            ValueError: a length is out of range, or the model's positions allow no memory, no documents or no segments
-                of this length.
-        """
+        """The same reading with the configuration's lengths in place of None. Raises a ValueError for a length out of
+        range, and for memory, documents or segments that the model's positions do not allow."""
         filled = self.lengths.of(config)
         given = f"segment_length={self.segment_length} with ext_len={filled.ext_len}"
         config.positions.check_segment(self.segment_length + filled.ext_len, config, given)
@@ -109,11 +100,8 @@ class Segment(NamedTuple):
 
 
 class Text:
-    """The streams of a text, which of them this process reads, and which tokens are scored.
-
-    Args:
-        model, token_ids: see `evaluate_language_model`. All ids are checked before the first pass, because the last
-            segment of a long text is hours away.
+    """The streams of a text, which of them this process reads, and which tokens are scored. All ids are checked here,
+    because the last segment of a long text is hours away: errors are those of `evaluate_language_model`.
 
     Attributes:
         reading: with the model's lengths in place of None.
@@ -121,9 +109,6 @@ class Text:
         length: labels of the longest stream.
         unscored: tokens at the start of a stream that are not scored.
         tokens, share_tokens: the number of scored tokens, of all processes and of this one.
-
-    Raises:
-        ValueError: see `evaluate_language_model`.
     """
 
     def __init__(self, model: TransfoXLForCausalLM, token_ids, reading: Reading):
@@ -200,11 +185,8 @@ class Text:
                 )
 
     def in_order(self, losses: Tensor) -> Tensor:
-        """(tokens,) losses of all scored tokens in text order, 0 for those of other processes.
-
-        Args:
-            losses: (B, length), of the targets of each stream of this process.
-        """
+        """(tokens,) losses of all scored tokens in text order, 0 for those of other processes, from (B, length) losses
+        of the targets of each stream of this process."""
         result, start = torch.zeros(self.tokens), self._before
         for stream, row in zip(self.share, losses, strict=True):
             # The target of column c is token c + 1 of its stream.
@@ -223,16 +205,11 @@ class Reader:
 
     Body and softmax are called apart, because the softmax of several segments can be computed together; both under the
     accelerator's autocast. A sharded model (FSDP2) is called as a whole, because it gathers its weights only in its
-    own forward.
+    own forward. On a GPU a CUDA graph (`alike`) reads segments of one shape, once the memory is full.
 
     Args:
-        model: see `evaluate_language_model`.
         reading: its lengths and its accelerator are used.
-        projected: the memory is projected keys and values, which is faster than hidden states. With `ext_len` the
-            memory is always hidden states.
-
-    Attributes:
-        alike: on a GPU reads segments of one shape by a CUDA graph, once the memory is full.
+        projected: the memory is projected keys and values, which is faster than hidden states; not with `ext_len`.
     """
 
     def __init__(self, model: TransfoXLForCausalLM, reading: Reading, projected: bool = True):
@@ -299,7 +276,7 @@ class Reader:
         return outputs.hidden_states[-1][:, -length:], outputs.losses[:, -length:]
 
     def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
-        """Each segment, with the states (B, L, D) that predict its targets and their (B, L) fp32 losses, 0 where
+        """Each segment with the (B, L, D) states that predict its targets and their (B, L) fp32 losses, 0 if
         unscored."""
         segments = text.segments(device_of(self.model))
         if self.whole:

@@ -187,12 +187,8 @@ def describe(model: TransfoXLForCausalLM, text: TokenisedText, options: argparse
 
 
 def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None:
-    """Take the lengths that are not given from the results.json of `txl-train`, so that one model has one figure.
-
-    Args:
-        follows: a cache or dynamic evaluation is used. `batch_size` is then 1, because each of several streams would
-            learn from its own part of the text alone.
-    """
+    """Take the lengths that are not given from the results.json of `txl-train`, so that one model has one figure. With
+    a cache or dynamic evaluation (`follows`) `batch_size` is 1: several streams would learn from one part each."""
     try:
         found = read_results(Path(options.model))["test"]
         lengths, document_end = {name: int(found[name]) for name in LENGTHS}, found.get("document_end")
@@ -203,7 +199,7 @@ def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None
             print(f"{path} is not used: it is of other weights, or not txl-train's", file=sys.stderr)
     shown = []
     if lengths and options.document_end is None and (document_end is None or isinstance(document_end, int)):
-        # `document_end` is the id of a token, of the model too, because the text was prepared with its vocabulary.
+        # The token's id is the model's, whose vocabulary the text was prepared with.
         options.document_end = "none" if document_end is None else document_end
         shown = ["as one text" if document_end is None else f"in documents that end with token {document_end}"]
     taken = {name: value for name, value in lengths.items() if getattr(options, name) is None}
@@ -222,11 +218,8 @@ def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None
 
 
 def find_document_end(options: argparse.Namespace, text: TokenisedText) -> int | None:
-    """The token that ends each document: from --document_end, from training, or else from the data.
-
-    Raises:
-        ValueError: the token of --document_end is not in the vocabulary, or not in the text.
-    """
+    """The token that ends each document: from --document_end, from training, or else from the data. Raises a
+    ValueError if that of --document_end is not in the vocabulary, or not in the text."""
     if isinstance(options.document_end, int):
         return options.document_end
     found = read_document_end(options.data, text.tokenizer, options.document_end)
@@ -248,11 +241,8 @@ def check_statistics(tokens: int, train: TokenisedText) -> None:
 
 
 def readings(options: argparse.Namespace, config: TransfoXLConfig) -> list[tuple[str, Reading]]:
-    """The readings of a text, each with the name of its protocol: the memory lengths, then the sliding windows.
-
-    Raises:
-        ValueError: the model cannot be read with one of them.
-    """
+    """The readings of a text, each with the name of its protocol: the memory lengths, then the sliding windows. Raises
+    a ValueError if the model cannot be read with one of them."""
     same_length = None if options.same_length is None else options.same_length == "true"
     segment_length = config.tgt_len if options.segment_length is None else options.segment_length
     memories = options.memory_length or ([] if options.sliding_window else [config.mem_len])
@@ -321,10 +311,7 @@ def score(
 
 
 def check_number(result: LanguageModelEvaluation):
-    """
-    Raises:
-        ValueError: the mean loss is NaN.
-    """
+    """Raise a ValueError if the mean loss is NaN."""
     if math.isnan(result.nll):
         raise ValueError("the model computes losses that are no numbers (NaN) for this text")
 
