@@ -73,8 +73,7 @@ def read_prompt(options: argparse.Namespace) -> str:
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Print the prompt and the text that the model generates. Raises a ValueError for a model that writes no text, and
-    for a prompt without a token."""
+    """Print the prompt and the text that the model generates."""
     load_config(options.model, "model")
     if is_midi_tokenizer(options.model):
         raise ValueError(f"model {options.model} writes music: use examples/music/generate.py of the repository")

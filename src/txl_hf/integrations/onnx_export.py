@@ -11,9 +11,8 @@ beside them:
 * `step.onnx`: the same for one token a row, `input_ids` (batch, 1), with `logits` (batch, 1, vocabulary).
 
 Batch, length and memory have any size, a memory none to mem_len states. A text begins with an empty memory, or, where
-config.json says `"initial_memory": "zeros"`, with mem_len states of zeros. Every token is remembered, whatever ext_len
-the model was trained with; that of config.json is 0. Both graphs are run by onnxruntime at
-several sizes and compared with torch before the folder appears; a difference is an error.
+config.json says `"initial_memory": "zeros"`, with mem_len states of zeros. Every token is remembered, so ext_len is 0
+in config.json. onnxruntime's results are compared with torch's at several sizes before the folder appears.
 """
 
 import argparse
@@ -73,10 +72,7 @@ class _Graph(nn.Module):
 
 
 def export(name: str, output: Path) -> dict[str, float]:
-    """Write both graphs, the configuration and the tokenizer of a model to a folder that appears when all is right.
-
-    Args:
-        name: the model's folder or Hub name. output: the folder, which must not exist.
+    """Write both graphs, the configuration and the tokenizer of a model, by its name, to a new folder.
 
     Returns:
         for each graph by how much onnxruntime differs from torch at most.
@@ -84,7 +80,7 @@ def export(name: str, output: Path) -> dict[str, float]:
     Raises:
         ValueError: the model is no Transformer-XL or has no memory, or onnxruntime computes something else.
     """
-    # torch's exporter needs these packages; a missing one is an error before any work.
+    # A package that torch's exporter needs and lacks is an error before any work.
     import onnx  # noqa: F401
     import onnxruntime  # noqa: F401
     import onnxscript  # noqa: F401
@@ -167,14 +163,8 @@ def write_graphs(programs: dict[Path, "ONNXProgram"], weights: Path) -> None:
 
 
 def check_graph(model: TransfoXLForCausalLM, path: Path, sizes: tuple[tuple[int, int], ...]) -> float:
-    """Compare a graph with the model, for each batch and length with a memory that is empty, begun and full.
-
-    Returns:
-        the largest difference, of states in proportion to the largest one.
-
-    Raises:
-        ValueError: a difference is larger than `TOLERANCE`.
-    """
+    """The largest difference of a graph from the model, of states in proportion to the largest one, for each batch and
+    length with a memory that is empty, begun and full. Raises a ValueError for one above `TOLERANCE`."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

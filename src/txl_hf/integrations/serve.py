@@ -106,11 +106,7 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
 
 
 def load_start(path: str | os.PathLike, model: TransfoXLForCausalLM) -> MemoryCache:
-    """The memory of a file, if all texts can continue from it.
-
-    Raises:
-        ValueError: texts cannot continue from it; the message says what would be right.
-    """
+    """The memory of a file. Raises a ValueError if texts cannot continue from it."""
     cache, mem_len = load_memory(path, model).get(CACHE_NAME), model.config.mem_len
     layers: list[Any] = cache.layers if isinstance(cache, MemoryCache) else []
     if not layers or len(layers[0].keys) != 1 or layers[0].get_max_length() <= mem_len:

@@ -245,8 +245,7 @@ def build_app(
     is_closing: Callable[[], bool],
     start: MemoryCache | None,
 ) -> FastAPI:
-    """The application, for a model, its tokenizer and the options of `txl-serve`. Replies end when it is closing, and
-    all texts go on from `start`."""
+    """The application. Replies end when it is closing, and all texts go on from `start`."""
     server = Server(model, tokenizer, options, is_closing, start)
     app, started = FastAPI(openapi_url=None), int(time.time())
     hosts = ["localhost", "127.0.0.1", "[::1]", options.host, f"[{options.host}]", *options.allowed_host]
