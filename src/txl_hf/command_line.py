@@ -135,9 +135,8 @@ def hub_or_folder(name: str) -> str:
     """The type of an option that takes a name on the Hub or a folder: of a model, a tokenizer, a data set.
 
     Raises:
-        FileNotFoundError: it looks like a path and does not exist: by its first character, its separators, or a
-            sibling (`runs/a`, where there is `runs/b/config.json`). Without a network, the Hub answers after half a
-            minute.
+        FileNotFoundError: it looks like a path, by its first character, its separators or a sibling (`runs/a` beside
+            `runs/b/config.json`), and does not exist: without a network, the Hub answers after half a minute.
     """
     path = Path(name)
     begins_as_path = name.startswith((".", "~")) or path.is_absolute()
@@ -199,8 +198,7 @@ def add_scoring_options(parser: argparse.ArgumentParser, data: str, plot: str) -
 
 def check_files(options: argparse.Namespace) -> None:
     """Refuse, before any work, a text that does not exist, output files that exist or cannot be written, one file for
-    both, and a plot in a format that cannot be drawn.
-    """
+    both, and a plot in a format that cannot be drawn."""
     if not options.data.exists():
         raise FileNotFoundError(f"--data {options.data} does not exist: write one with txl-prepare")
     for path in filter(None, (options.output, options.plot)):
