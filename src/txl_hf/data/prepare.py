@@ -86,22 +86,8 @@ from ..command_line import CommandParser, at_least_one, hub_or_folder, interrupt
 from ..files import disk_errors, name_of, sync
 from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 from ..transfo_xl.tokenization_transfo_xl_backend import LINE_END_MODES, MODES
-from . import midi
-from .corpora import (
-    CORPORA,
-    LINES,
-    SPLITS,
-    Convention,
-    count_batch,
-    count_stream,
-    cut,
-    find_files,
-    read_files,
-    read_rows,
-    some,
-    useful_processes,
-    wanted,
-)
+from . import corpora, midi
+from .corpora import CORPORA, LINES, SPLITS, Convention, some, wanted
 from .loading import ends_lines, load_tokenizer
 from .texts import INFORMATION, LINE_FEED, count_passed, document_end_token, encode_bytes, encode_lines, reads_streams
 
@@ -113,26 +99,23 @@ MIDI = "midi"
 SYMBOLS = ("mode", "lower_case", "min_freq", "max_size")
 
 
+@one_line_errors()
+@interrupted_by_signals()
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
     options = parse_arguments(argv)
     output: Path = options.output
-    with one_line_errors(), interrupted_by_signals():
-        if os.path.lexists(output):
-            raise ValueError(f"{output} exists: choose another folder with --output, or remove it")
-        if "::" in str(output.absolute()):
-            raise ValueError(f"{output}: datasets takes '::' for a chain of file systems: choose another --output")
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch,
-            disk_errors(output),
-            no_bars_in_logs(),
-        ):
-            information = prepare(options, Path(scratch))
-            written = Path(scratch) / "output"
-            sync(written)
-            # `rename` fails if somebody has filled a folder of this name meanwhile.
-            written.rename(output)
+    if os.path.lexists(output):
+        raise ValueError(f"{output} exists: choose another folder with --output, or remove it")
+    if "::" in str(output.absolute()):
+        raise ValueError(f"{output}: datasets takes '::' for a chain of file systems: choose another --output")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    beside = tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-")
+    with beside as scratch, disk_errors(output), no_bars_in_logs():
+        information = prepare(options, Path(scratch))
+        written = Path(scratch) / "output"
+        sync(written)
+        # `rename` fails if somebody has filled a folder of this name meanwhile.
+        written.rename(output)
     for split, counts in information["splits"].items():
         print(f"{split:<10}", ", ".join(f"{count:>11,} {name}" for name, count in counts.items()))
     size = information["vocab_size"]
@@ -212,11 +195,11 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     mode = convention.mode if tokenizer is None else getattr(tokenizer, "mode", None)
     texts, files, vocabulary = read(options, convention, mode, scratch)
     if len(texts) == 1:
-        texts = cut(texts["train"], convention)
+        texts = corpora.cut(texts["train"], convention)
     if convention.stream:
         if convention.mode == "characters":
             texts = {split: text.strip() for split, text in texts.items()}
-        counts = {split: count_stream(text) for split, text in texts.items()}
+        counts = {split: corpora.count_stream(text) for split, text in texts.items()}
     else:
         counts = {split: count_lines(lines, options.num_proc) for split, lines in texts.items()}
     for split, count in counts.items():
@@ -356,14 +339,14 @@ def read(
 ) -> tuple[dict[str, Any], dict[str, list[str]] | None, Path | None]:
     """The text of each split, or one text to be cut; the names of the files; the vocabulary's file, if any."""
     if options.input is not None:
-        source = find_files(options.input, options.corpus, convention, scratch)
+        source = corpora.find_files(options.input, options.corpus, convention, scratch)
         names = source.names()
         for split, files in names.items():
             part = "to be cut into train, validation and test" if len(names) == 1 else split
             print(f"{part}: {some(files)}")
         if source.unread:
             print(f"not read: {some([path.name for path in source.unread])}")
-        return read_files(source, options.input, convention, mode, scratch), names, source.vocabulary
+        return corpora.read_files(source, options.input, convention, mode, scratch), names, source.vocabulary
     if options.dataset is None:
         if convention.hub is None:
             raise ValueError(
@@ -372,7 +355,7 @@ def read(
             )
         options.dataset, options.config = convention.hub
     column = options.column or "text"
-    return read_rows(options.dataset, options.config, column, convention, mode, scratch), None, None
+    return corpora.read_rows(options.dataset, options.config, column, convention, mode, scratch), None, None
 
 
 def source_name(options: argparse.Namespace) -> str:
@@ -411,13 +394,13 @@ def text_tokenizer(options: argparse.Namespace, convention: Convention) -> PreTr
 def map_lines(lines: "Dataset", function: Callable[..., dict], num_proc: int, **options: Any) -> "Dataset":
     """`lines.map` of a function of batches of lines."""
     columns = {"input_columns": "text", "remove_columns": "text"}
-    processes = useful_processes(len(lines) // LINES, num_proc)
+    processes = corpora.useful_processes(len(lines) // LINES, num_proc)
     return lines.map(function, batched=True, batch_size=LINES, num_proc=processes, **columns, **options)
 
 
 def count_lines(lines: "Dataset", num_proc: int) -> dict[str, int]:
     """Counts of words (and one more for each line), characters and bytes."""
-    batches = map_lines(lines, count_batch, num_proc, keep_in_memory=True, desc="count")
+    batches = map_lines(lines, corpora.count_batch, num_proc, keep_in_memory=True, desc="count")
     counts = {name: int(np.sum(batches[name][:])) for name in batches.column_names}
     if counts["words"]:
         counts["words"] += len(lines)
@@ -487,7 +470,3 @@ def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> Transfo
     if strange := re.sub("[a-z_]", "", symbols):
         raise ValueError(f"text8 is small letters and spaces, but this text has {strange[0]!r}")
     return TransfoXLTokenizer.from_symbols(symbols, mode="characters")
-
-
-if __name__ == "__main__":
-    main()

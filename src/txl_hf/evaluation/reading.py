@@ -13,14 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..data.streams import (
-    check_document_end,
-    check_sizes,
-    check_tokens,
-    document_starts,
-    open_tokens,
-    read_tokens,
-)
+from ..data.streams import check_document_end, check_sizes, check_tokens, document_starts, open_tokens, read_tokens
 from ..kernels.captured import SegmentsAlike
 from ..memories import latest_states, memory_of
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME

@@ -77,11 +77,11 @@ from .reading import LENGTHS, Reading
 MEMORY, WINDOW = "memory", "sliding window"
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None):
-    with one_line_errors():
-        options = parse_arguments(argv)
-        check_files(options)
-        run(options)
+    options = parse_arguments(argv)
+    check_files(options)
+    run(options)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -418,7 +418,3 @@ def check_vocabulary(text: TokenisedText, config: PreTrainedConfig, model: str, 
             f"{config.vocab_size}"
         )
     check_symbols_of(model, text.tokenizer, data)
-
-
-if __name__ == "__main__":
-    main()

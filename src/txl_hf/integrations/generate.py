@@ -34,10 +34,10 @@ from .conversations import Conversations, Reply
 SAMPLING = ("temperature", "top_k", "top_p")
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None) -> None:
-    with one_line_errors():
-        transformers.logging.disable_progress_bar()
-        generate(parse_arguments(argv))
+    transformers.logging.disable_progress_bar()
+    generate(parse_arguments(argv))
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -43,15 +43,15 @@ TOLERANCE = 1e-4
 SIZES = ((1, 1), (3, 7), (2, 20))
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None):
-    with one_line_errors():
-        options = parse_arguments(argv)
-        if options.output.exists():
-            raise FileExistsError(f"{options.output} exists: choose another folder, or remove it")
-        for name, difference in export(options.model, options.output).items():
-            print(f"{options.output / name}: at most {difference:.1e} from torch")
-        if not has_tokenizer(options.output):
-            print(f"no tokenizer was found with {options.model}: put its files into {options.output}", file=sys.stderr)
+    options = parse_arguments(argv)
+    if options.output.exists():
+        raise FileExistsError(f"{options.output} exists: choose another folder, or remove it")
+    for name, difference in export(options.model, options.output).items():
+        print(f"{options.output / name}: at most {difference:.1e} from torch")
+    if not has_tokenizer(options.output):
+        print(f"no tokenizer was found with {options.model}: put its files into {options.output}", file=sys.stderr)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -189,7 +189,3 @@ def check_graph(model: TransfoXLForCausalLM, path: Path, sizes: tuple[tuple[int,
                     )
                 largest = max(largest, difference)
     return largest
-
-
-if __name__ == "__main__":
-    main()

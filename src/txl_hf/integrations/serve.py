@@ -40,11 +40,11 @@ LANGUAGE_MODELS = {"TransfoXLForCausalLM", "TransfoXLLMHeadModel"}
 CONNECTIONS = 64
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None) -> None:
-    with one_line_errors():
-        options = parse_arguments(argv)
-        with listen(options.host, options.port) as listener:
-            serve(options, listener)
+    options = parse_arguments(argv)
+    with listen(options.host, options.port) as listener:
+        serve(options, listener)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -115,7 +115,3 @@ def load_start(path: str | os.PathLike, model: TransfoXLForCausalLM) -> MemoryCa
             "use_cache=True returned"
         )
     return cast(MemoryCache, cache)
-
-
-if __name__ == "__main__":
-    main()
