@@ -48,14 +48,13 @@ class Convention:
 
     Attributes:
         layouts: patterns of the file names of train, validation and test; the first layout that is complete is read.
-            Without any, words in the file names decide.
+            Without any it is a user's text, and words in the file names decide.
         whole: pattern of the one file that may hold the whole corpus, which is then cut 90 : 5 : 5.
         stream: the corpus is one stream of symbols, not lines.
         mode, lower_case, min_freq, max_size: as for `TransfoXLTokenizer.train_from_iterator`.
         counted: the splits whose symbols make the vocabulary.
         vocabulary: name of a file with the vocabulary beside the text.
         hub: data set and configuration on the Hub.
-        own: a user's text, for which no vocabulary was published.
     """
 
     layouts: tuple[tuple[str, str, str], ...]
@@ -68,7 +67,6 @@ class Convention:
     max_size: int | None = None
     vocabulary: str | None = None
     hub: tuple[str, str] | None = None
-    own: bool = False
 
 
 RENAMED = ("train.txt", "valid.txt", "test.txt")
@@ -89,7 +87,7 @@ CORPORA = {
         min_freq=3,
         vocabulary="1b_word_vocab.txt",
     ),
-    "text": Convention((), whole="*", counted=("train",), own=True),
+    "text": Convention((), whole="*", counted=("train",)),
 }
 
 
@@ -380,14 +378,12 @@ def load_rows(name: str, config: str | None) -> dict[str, "Dataset"]:
 
 def choose_splits(name: str, found: list[str], convention: Convention) -> dict[str, str]:
     """The data set's split for each of `SPLITS`: that of the same name, or else one with a word of `SPLIT_WORDS`."""
-    told: dict[str | None, list[str]] = {}
     exact = set(found) & set(SPLITS)
-    for its_name in found:
-        split = its_name if its_name in exact else None
+    told: dict[str | None, list[str]] = {split: [split] for split in SPLITS if split in exact}
+    for its_name in (name for name in found if name not in exact):
         # Where all exact names exist, words are not read, because a name such as `dev_test` has words of two splits.
-        if split is None and len(exact) < len(SPLITS) and (told_by := split_of(Path(its_name), Path())) not in exact:
-            split = told_by
-        told.setdefault(split, []).append(its_name)
+        split = split_of(Path(its_name), Path()) if len(exact) < len(SPLITS) else None
+        told.setdefault(None if split in exact else split, []).append(its_name)
     # Only a data set whose one split is `train` is cut, because any other split may be held out.
     splits = SPLITS[:1] if convention.whole is not None and set(told) == {"train"} else SPLITS
     if missing := [split for split in splits if split not in told]:

@@ -440,7 +440,7 @@ def word_tokenizer(texts: dict[str, "Dataset"], convention: Convention, vocabula
     options: dict[str, Any] = {}
     if convention.mode in LINE_END_MODES:
         options["line_ends"] = True
-    if convention.own:
+    if not convention.layouts:
         # A user's vocabulary gets the tokens that other programs need; a published vocabulary keeps its size.
         options |= {"eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
     return TransfoXLTokenizer.train_from_iterator(
