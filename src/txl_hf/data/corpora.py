@@ -107,11 +107,8 @@ class Source:
 
 
 def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -> Source:
-    """The files of a corpus: of a folder, of an archive (unpacked into `scratch`), or the one file.
-
-    Raises:
-        ValueError: the names match no layout of the corpus, or the split of a file is ambiguous.
-    """
+    """The files of a corpus: of a folder, of an archive (unpacked into `scratch`), or the one file. Raises a
+    ValueError if their names match no layout of the corpus, or the split of one is ambiguous."""
     folder = unpacked(path, scratch)
     if folder.is_file():
         if convention.whole is None:
@@ -239,11 +236,8 @@ def wanted(convention: Convention) -> str:
 
 
 def unpacked(path: Path, scratch: Path) -> Path:
-    """The path itself, or the folder in `scratch` that an archive is unpacked into.
-
-    Raises:
-        ValueError: the path does not exist, or the archive is damaged or has a file for a place outside of the folder.
-    """
+    """The path itself, or the folder in `scratch` that an archive is unpacked into. Raises a ValueError for a path
+    that does not exist, and an archive that is damaged or has a file for a place outside of the folder."""
     if not path.exists():
         raise ValueError(f"{path} does not exist")
     if not path.name.lower().endswith(ARCHIVES):
@@ -324,12 +318,7 @@ def read_rows(
     name: str, config: str | None, column: str, convention: Convention, mode: str | None, scratch: Path
 ) -> dict[str, "Dataset | bytes"]:
     """The splits of a data set on the Hub, in a folder or in a file of `RECORDS`, in the form of `read_files`. A row
-    holds lines; the end of the last may be missing.
-
-    Raises:
-        ValueError: the data set does not load, lacks a split, the column or the text of a row, or has two splits for
-            one of `SPLITS`.
-    """
+    holds lines; the end of the last may be missing."""
     from datasets import Features, Value
 
     found = load_rows(name, config)

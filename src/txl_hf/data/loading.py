@@ -21,12 +21,8 @@ from .midi import is_midi_tokenizer, load_midi_tokenizer
 
 
 def load_config(name: str, option: str = "--model") -> TransfoXLConfig:
-    """The configuration of a model; `option` of a command gave its name. A name that is no folder is printed before
-    the Hub is contacted, because an error without a network takes long.
-
-    Raises:
-        ValueError: it does not load or is of another model type, or the folder has an adapter or a checkpoint instead.
-    """
+    """The configuration of a model whose name was given by an option; a ValueError for no Transformer-XL. A name that
+    is no folder is printed before the Hub is contacted, because an error without a network takes long."""
     folder = Path(name)
     if not folder.exists() and is_repo_id(name):
         print(f"{name} is no folder here: looking for it on the Hub", file=sys.stderr)
@@ -51,11 +47,8 @@ def load_config(name: str, option: str = "--model") -> TransfoXLConfig:
 
 
 def load_language_model(name: str, **options) -> TransfoXLForCausalLM:
-    """The model of a folder or on the Hub, with options of `from_pretrained`.
-
-    Raises:
-        ValueError: its weights lack tensors, such as the softmax, which would be random.
-    """
+    """The model of a folder or on the Hub, with options of `from_pretrained`. Raises a ValueError if its weights lack
+    tensors, such as the softmax, which would be random."""
     model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
     if missing := sorted(report["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -73,15 +66,9 @@ def find_device(name: str | None) -> str:
     return name
 
 
-# --- tokenizers ------------------------------------------------------------------------------------------------------
-
-
 def load_tokenizer(name: str | Path, **options) -> Any:
     """The tokenizer of a folder or on the Hub, of MidiTok or, with options of `from_pretrained`, of transformers.
-
-    Raises:
-        ValueError: there is no tokenizer, or it cannot be read.
-    """
+    Raises a ValueError if there is none that can be read."""
     if is_midi_tokenizer(name):
         return load_midi_tokenizer(name)
     try:
@@ -115,15 +102,8 @@ def has_tokenizer(name: str | Path) -> bool:
 
 
 def check_symbols_of(model: str | Path, tokenizer: Any, data: Any) -> None:
-    """Check that the vocabularies of a text, `data`, and of a model agree; one may have more symbols at its end.
-
-    Args:
-        model: folder or name on the Hub; without a tokenizer there, nothing is compared.
-        tokenizer: of the text.
-
-    Raises:
-        ValueError: a symbol differs, which is named; or the model's tokenizer cannot be read.
-    """
+    """Raise a ValueError for the first symbol that differs between the tokenizer of a text, `data`, and that of a
+    model, if it has one; either may have more symbols at its end."""
     if (trained_with := find_tokenizer(model)) is None:
         return
     symbols, expected = _list_symbols(tokenizer), _list_symbols(trained_with)

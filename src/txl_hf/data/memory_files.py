@@ -103,7 +103,7 @@ def save_memory(path: str | os.PathLike, model: PreTrainedModel, outputs: Mappin
     """Write the memory that a call has returned to a file of safetensors, complete or not at all.
 
     Args:
-        path: path of the file; an existing file is replaced.
+        path: of the file; an existing file is replaced.
         model: the model that was called. All of its weights are read, for its fingerprint.
         outputs: of the model, of `generate(…, return_dict_in_generate=True)` or of `load_memory`: with `mems` and
             `mems_mask`, or a `MemoryCache` or `StaticMemoryCache` as `past_key_values`.
@@ -134,16 +134,12 @@ def save_memory(path: str | os.PathLike, model: PreTrainedModel, outputs: Mappin
 
 
 def load_memory(path: str | os.PathLike, model: PreTrainedModel) -> dict[str, Any]:
-    """The memory of a file as keyword arguments of a call, `model(ids, **load_memory(path, model))`: on the device of
-    the model, of the type that it was saved in.
+    """The memory of a file of `save_memory` as keyword arguments of a call, `model(ids, **load_memory(path, model))`:
+    `mems` and `mems_mask`, or `past_key_values`, on the device of the model, of the type that they were saved in.
 
     Args:
-        path: of a file that `save_memory` wrote.
-        model: a model with the configuration and weights of the one that was called; lengths and head may differ.
-            Weights are compared in bfloat16, so float32 weights may have been rounded to bfloat16 in between.
-
-    Returns:
-        `mems` and `mems_mask`, or `past_key_values`, as they were saved.
+        model: with the configuration and weights of the one that was called; lengths and head may differ. Weights are
+            compared in bfloat16, so float32 weights may have been rounded to bfloat16 in between.
 
     Raises:
         ValueError: the file is damaged or of another kind, or holds the memory of another model, which is named.

@@ -62,9 +62,6 @@ class Piece(NamedTuple):
     remarks: str
 
 
-# --- tokenizers ------------------------------------------------------------------------------------------------------
-
-
 def make_midi_tokenizer(tokens: str) -> "MusicTokenizer":
     """MidiTok's REMI, or its compound words, for any pitches, instruments, keys, metres and tempos, and 12 beats."""
     import miditok
@@ -109,11 +106,8 @@ def load_midi_tokenizer(folder: Path | str) -> "MusicTokenizer":
 
 
 def boundary_tokens(tokenizer: "MusicTokenizer") -> tuple[Any, Any]:
-    """The tokens BOS and EOS around each piece: two ids, or two events of compound tokens.
-
-    Raises:
-        ValueError: the tokenizer has no such tokens, or makes a sequence of each track.
-    """
+    """The tokens BOS and EOS around each piece: two ids, or two events of compound tokens. Raises a ValueError for a
+    tokenizer without them, or that makes a sequence of each track."""
     vocabularies = tokenizer.vocab if tokenizer.is_multi_voc else [tokenizer.vocab]
     if any(token not in vocabulary for token in ("BOS_None", "EOS_None") for vocabulary in vocabularies):
         raise ValueError("the tokenizer must have the special tokens BOS and EOS, between which each piece lies")
@@ -121,9 +115,6 @@ def boundary_tokens(tokenizer: "MusicTokenizer") -> tuple[Any, Any]:
         raise ValueError("the tokenizer makes a sequence of each track: it must have use_programs=True")
     begin, end = ([vocabulary[token] for vocabulary in vocabularies] for token in ("BOS_None", "EOS_None"))
     return (begin, end) if tokenizer.is_multi_voc else (begin[0], end[0])
-
-
-# --- pieces ----------------------------------------------------------------------------------------------------------
 
 
 def read_pieces(
@@ -205,11 +196,8 @@ def begins_in_a_key(score: "Score") -> bool:
 
 
 def read_score(path: Path) -> "Score":
-    """The score of a MIDI file, without tempos, time signatures and keys after its last note.
-
-    Raises:
-        ValueError: the file is damaged, of format 2, has no notes, or does not end.
-    """
+    """The score of a MIDI file, without tempos, time signatures and keys after its last note. Raises a ValueError for
+    a file that is damaged, of format 2, without notes or without an end."""
     import symusic
 
     try:
@@ -390,17 +378,12 @@ def spelled(fifths: int) -> int:
     return (fifths + 5) % 12 - 5
 
 
-# --- tokens ----------------------------------------------------------------------------------------------------------
-
-
 def tokenise_pieces(
     pieces: Iterable[Piece], tokenizer: "MusicTokenizer", semitones: int, num_proc: int, cache: Path
 ) -> "Dataset":
-    """The tokens of pieces, each between BOS and EOS, one token a row, in the Arrow file `cache`. Compound words are
-    in the column `EVENTS`, and a row has an id for each attribute.
-
-    With `semitones` each piece is in its key and in those so far above and below, all in random order.
-    """
+    """The tokens of pieces, each between BOS and EOS, one token a row, in the Arrow file `cache`; of compound words in
+    the column `EVENTS`, an id for each attribute. With `semitones` each piece is in its key and in those so far above
+    and below, all in random order."""
     from datasets import Dataset, Features, List, Value
 
     begin, end = boundary_tokens(tokenizer)

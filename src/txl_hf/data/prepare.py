@@ -388,9 +388,6 @@ def text_tokenizer(options: argparse.Namespace, convention: Convention) -> PreTr
     return tokenizer
 
 
-# ---- counting ---------------------------------------------------------------------------------------------------
-
-
 def map_lines(lines: "Dataset", function: Callable[..., dict], num_proc: int, **options: Any) -> "Dataset":
     """`lines.map` of a function of batches of lines."""
     columns = {"input_columns": "text", "remove_columns": "text"}
@@ -413,9 +410,6 @@ def count_documents(tokens: dict[str, "Dataset"], document_end: int) -> dict[str
 
     columns = {split: data.data.column("token_ids") for split, data in tokens.items()}
     return {split: pc.sum(pc.equal(column, document_end)).as_py() or 0 for split, column in columns.items()}
-
-
-# ---- tokens -----------------------------------------------------------------------------------------------------
 
 
 def tokenise(lines: "Dataset", tokenizer: PreTrainedTokenizerBase, num_proc: int, cache: Path) -> "Dataset":

@@ -31,20 +31,9 @@ PASSED, UNKNOWN = "characters_without_token", "characters_unknown"
 LINE_FEED = 10
 
 
-# --- ids -------------------------------------------------------------------------------------------------------------
-
-
 def encode_lines(tokenizer: PreTrainedTokenizerBase, lines: Iterable[str]) -> np.ndarray:
-    """The ids of lines, (N,) int64, with `eos_token` after each line if `ends_lines` is True.
-
-    Args:
-        tokenizer: any of transformers.
-        lines: each with its end. Each is tokenised by itself: a tokenizer that puts a space before a text puts one
-            before each line.
-
-    Raises:
-        ValueError: `lines` is one string.
-    """
+    """The ids of lines, (N,) int64, with `eos_token` after each line if `ends_lines` is True. Each line, with its end,
+    is tokenised by itself: a tokenizer that puts a space before a text puts one before each line."""
     if getattr(tokenizer, "mode", None) is not None and hasattr(tokenizer, "encode_lines"):
         return tokenizer.encode_lines(lines, ends_lines(tokenizer))
     check_lines(lines)
@@ -75,11 +64,8 @@ def reads_streams(tokenizer: Any) -> bool:
 
 
 def encode_bytes(tokenizer: TransfoXLTokenizer, text: bytes) -> np.ndarray:
-    """The ids of a stream of bytes without its line feeds, as the originals read enwik8 and text8: (N,) int32.
-
-    Raises:
-        ValueError: a byte is not in the vocabulary.
-    """
+    """The ids of a stream of bytes without its line feeds, as the originals read enwik8 and text8: (N,) int32. Raises
+    a ValueError for a byte that is not in the vocabulary."""
     specials = set(tokenizer.all_special_tokens)
     ids = {symbol: index for index, symbol in enumerate(tokenizer.symbols) if symbol not in specials}
     symbols = map(str, range(256))
@@ -112,9 +98,6 @@ def document_end_token(tokenizer: Any, token: str) -> int:
         shown = token if token.isprintable() else repr(token)
         raise ValueError(f"--document_end {shown} is no token of the vocabulary")
     return vocabulary[token]
-
-
-# --- folders and files -----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,11 +134,8 @@ def read_prepared(folder: Path, split: str) -> TokenisedText:
 
 
 def load_splits(folder: Path) -> "DatasetDict":
-    """The splits of a folder as `datasets` wrote them; token ids stay on the disk.
-
-    Raises:
-        ValueError: a split has no rows, or a file is damaged. FileNotFoundError: a file is not there.
-    """
+    """The splits of a folder as `datasets` wrote them; token ids stay on the disk. Raises a ValueError for a split
+    without rows and for a damaged file."""
     # `datasets` is in an extra, which a text file does not need.
     from datasets import load_from_disk
 
@@ -207,11 +187,7 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
 
 def read_document_end(folder: Path, tokenizer: Any, given: str | None) -> int | None:
     """The token that ends each document of a folder of `txl-prepare`; None where it is one text. `given`, the value of
-    `--document_end`, is a token in place of the one in the folder, or "none"; None without it.
-
-    Raises:
-        ValueError: the token is not in the vocabulary, or `corpus.json` is damaged.
-    """
+    `--document_end`, is a token in place of the one in the folder, or "none"; None without it."""
     if given is not None:
         return None if given == "none" else document_end_token(tokenizer, given)
     if not (path := folder / INFORMATION).is_file():
@@ -221,9 +197,6 @@ def read_document_end(folder: Path, tokenizer: Any, given: str | None) -> int | 
         if not (found is None or type(found) is int and 0 <= found < len(tokenizer)):
             raise ValueError(f"document_end is {found!r}, which is no token")
     return found
-
-
-# --- characters ------------------------------------------------------------------------------------------------------
 
 
 def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, int]:
