@@ -85,8 +85,8 @@ def write_model_card(
         tags: beside those of the architecture.
         origin, training: Markdown on where the weights come from, and lines on the training for the end.
         tokenizer: whether a tokenizer is beside the card; by default the folder is searched.
-        data: more of `huggingface_hub.ModelCardData`: language, license, datasets, eval_results, … `base_model` is by
-            default the name on the Hub that the model was loaded from.
+        data: more of `huggingface_hub.ModelCardData`; `base_model` is by default the name on the Hub that the model
+            was loaded from.
     """
     name, auto_class = repository or name_of(path.parent), type(model)._auto_class or "AutoModel"
     known: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": TASKS.get(auto_class)}

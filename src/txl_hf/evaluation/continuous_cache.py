@@ -58,7 +58,7 @@ class ContinuousCache:
             with ContinuousCache(500, 0.1, 1.0).processor(model) as processor:
                 model.generate(prompt, logits_processor=[processor])
 
-        A hook on the model collects the states, so that nothing else may call the model while `generate` runs.
+        A hook collects the states, so that nothing else may call the model meanwhile.
         """
         processor = CacheLogitsProcessor(self, model)
         try:
@@ -125,8 +125,7 @@ def _log_cache(scores: Tensor, followed: Tensor, finite: Tensor, size: int) -> T
 
     Args:
         scores: (B, L, n + L), of the L queries with the n positions before them and with one another.
-        followed: the same shape, bool: whether the position was followed by the query's target.
-        finite: (B, n + L) bool, the positions with finite states.
+        followed: the same shape, bool: whether the query's target followed. finite: (B, n + L) bool, of the states.
     """
     length, before = scores.shape[1], scores.shape[2] - scores.shape[1]
     # Query l is position n + l, and its cache holds positions n + l - size to n + l - 1.
@@ -175,16 +174,9 @@ class CacheLogitsProcessor(LogitsProcessor):
         self._new = states[:, -self._cache.size - 1 :]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """
-        Args:
-            input_ids: (B, n), the text so far. scores: (B, V), of its next token.
-
-        Returns:
-            (B, V) log-probabilities of the mixture; -inf where `scores` are.
-
-        Raises:
-            RuntimeError: the model has not computed one state for each token of the text or of its continuation.
-        """
+        """(B, V) log-probabilities of the mixture, -inf where `scores` are, for the next token of a text, (B, n).
+        Raises a RuntimeError unless the model has computed one state for each token of the text or of its
+        continuation."""
         states, finite = _finite(self._states_of(input_ids))
         log_model = scores.log_softmax(-1)
         looked_at = finite[:, :-1] & finite[:, 1:]

@@ -163,11 +163,8 @@ class GradientStatistics:
         """Statistics of a training text, read with the lengths and streams of the later readings.
 
         Args:
-            model, token_ids, …, settings: as in `evaluate_language_model`. The weights do not change.
+            model, token_ids, …, settings: as in `evaluate_language_model`, whose errors are raised.
             parameters: as in `DynamicEvaluation`. None: statistics of all, which serve any.
-
-        Raises:
-            ValueError: as `evaluate_language_model`.
         """
         text = Text(model, token_ids, Reading(segment_length, memory_length, batch_size, **settings))
         with following(model):

@@ -76,11 +76,9 @@ class Segment(NamedTuple):
     Attributes:
         begin: column of the first target, which is the number of targets before it in each stream.
         input_ids: (B, e + L); the first e are read again and have no labels.
-        labels: (B, L), the next tokens; -100 behind the end of a stream.
-        targets: (B, L), the labels that are scored; -100 elsewhere.
+        labels, targets: (B, L), the next tokens, and those that are scored; -100 elsewhere.
         resets: (B, e + L) bool, True where a document begins; None where the text is one.
-        scored: the number of targets.
-        labels_of_all: the number of labels in all processes; at least one.
+        scored, labels_of_all: the numbers of targets, and of labels in all processes, at least one.
     """
 
     begin: int

@@ -237,9 +237,6 @@ def check_statistics(tokens: int, train: TokenisedText) -> None:
         raise ValueError(f"--statistics {tokens} is more than the training text has: {len(train.token_ids)}")
 
 
-# ---- readings --------------------------------------------------------------------------------------------------
-
-
 def readings(options: argparse.Namespace, config: TransfoXLConfig) -> list[tuple[str, Reading]]:
     """The readings of a text, each with the name of its protocol: the memory lengths, then the sliding windows. Raises
     a ValueError if the model cannot be read with one of them."""
@@ -316,9 +313,6 @@ def check_number(result: LanguageModelEvaluation):
         raise ValueError("the model computes losses that are no numbers (NaN) for this text")
 
 
-# ---- tables and plots -----------------------------------------------------------------------------------------------
-
-
 def attention_length(row: dict[str, Any]) -> int:
     """The number of tokens that a token sees: the length of the memory, or of the window."""
     return row["memory_length"] if row["protocol"] == MEMORY else row["ext_len"] + 1
@@ -389,9 +383,6 @@ def plot(report: dict[str, Any], path: Path):
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as aside:
         figure.savefig(aside, dpi=150)
-
-
-# ---- the text ---------------------------------------------------------------------------------------------
 
 
 def read_text(options: argparse.Namespace) -> TokenisedText:
