@@ -82,8 +82,6 @@ class TransfoXLLM(HFLM):
         lengths |= {"segment_length": self.segment_length, "same_length": self.config.same_length}
         return {**super().get_model_info(), "model_dtype": str(self.model.dtype), **lengths}
 
-    # --- tokens ------------------------------------------------------------------------------------------------------
-
     @property
     def _begins_lines(self) -> bool:
         """Whether the token that ends a line also begins the next."""
@@ -110,12 +108,7 @@ class TransfoXLLM(HFLM):
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """The ids of a context (without tokens: the prefix token) and of its continuation, to which white space
         between them belongs, as in lm_eval, and a token of both, as "unlikely" of "un" and "likely" in a vocabulary of
-        words.
-
-        Raises:
-            ValueError: a context has no tokens, and there is no prefix token; or a continuation has none that is more
-                than white space.
-        """
+        words. Raises a ValueError for a continuation without tokens that is more than white space."""
         whole, alone = self.tok_encode(context + continuation), self.tok_encode(context.rstrip())
         shared = len(os.path.commonprefix([alone, whole]))
         parted = context != context.rstrip() or not continuation or continuation != continuation.lstrip()
@@ -138,8 +131,6 @@ class TransfoXLLM(HFLM):
                 "model_args, prefix_token_id=…"
             )
         return [self.prefix_token_id]
-
-    # --- requests ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _read(self, token_ids: list[int]) -> tuple[Tensor, ...] | None:

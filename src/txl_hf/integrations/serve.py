@@ -7,9 +7,8 @@
         -d '{"model": "demo-output", "messages": [{"role": "user", "content": "def main("}], "max_tokens": 50}'
 
 The memories of the latest texts are kept: where a request goes on from one of them, as the next turn of a conversation
-does, only what is new is read. A long prompt is read in segments of the model's tgt_len, as it was trained. Chat needs
-a chat template in the tokenizer. A temperature above 0, or a top_p, draws the reply, with the request's seed if it has
-one. Four requests are answered at a time.
+does, only what is new is read. Chat needs a chat template in the tokenizer. A temperature above 0, or a top_p, draws
+the reply, with the request's seed if it has one. Four requests are answered at a time.
 """
 
 import argparse
