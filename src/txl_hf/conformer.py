@@ -2,7 +2,6 @@
 
 transformers materialises (b) + (d) as (B, H, L, K + L - 1), in several copies; `use_relative_attention(model)` lets
 the attention modules of one model compute blocks of queries instead, whose memory grows linearly with the length.
-Outputs and gradients are equal, names of parameters stay, and saving or copying the model gives transformers' own.
 """
 
 import functools

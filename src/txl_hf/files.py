@@ -20,7 +20,7 @@ UNFINISHED_PREFIX = "_unfinished"
 LOCK_NAME = "run.lock"
 # Written last into a checkpoint: the run that wrote it, and the list of its files.
 MANIFEST_NAME = "checkpoint_files.json"
-# Parts of the errors that torch, safetensors and pyarrow raise where the system refuses to write.
+# Parts of errors of torch, safetensors and pyarrow where the system refuses to write.
 _REFUSED_WRITES = (
     *("inline_container.cc", "iostream error", "PytorchStreamWriter", "I/O error", "IoError"),
     "Error writing bytes to file",
