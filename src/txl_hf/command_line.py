@@ -18,7 +18,7 @@ _TRAIN = "accelerate datasets evaluate matplotlib pandas pyarrow pytorch_optimiz
 REQUIREMENTS = {
     **dict.fromkeys(_TRAIN.split(), "txl-hf[train]"),
     **dict.fromkeys(("mido", "miditok", "symusic", "music21", "pretty_midi"), "txl-hf[music]"),
-    **dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "txl-hf[export]"),
+    **dict.fromkeys(("onnx", "onnx_ir", "onnxruntime", "onnxscript"), "txl-hf[export]"),
     **dict.fromkeys(("fastapi", "uvicorn"), "txl-hf[serve]"),
     "lm_eval": "txl-hf[lm-eval]",
     "trl": "txl-hf[trl]",
