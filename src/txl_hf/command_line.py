@@ -90,7 +90,10 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit("stopped")
     except Exception as error:
-        if _follows_interrupt(error):
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, KeyboardInterrupt):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
             # datasets turns Ctrl-C in its processes into an error of its own.
             sys.exit("stopped")
         if isinstance(error, BrokenPipeError):
@@ -99,22 +102,11 @@ def one_line_errors() -> Iterator[None]:
             sys.exit(1)
         if isinstance(error, ModuleNotFoundError):
             sys.exit(f"error: {error.name} is not installed{_how_to_install(str(error.name))}")
+        if isinstance(error, OSError) and error.strerror:
+            sys.exit(f"error: {'' if error.filename is None else f'{error.filename}: '}{error.strerror}")
         if isinstance(error, ValueError | OSError):
-            sys.exit(f"error: {_in_words(error)}")
+            sys.exit(f"error: {' '.join(str(error).split())}")
         raise
-
-
-def _follows_interrupt(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
-def _in_words(error: Exception) -> str:
-    """An error in one line; an error of the system as its path and its message, without a number."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
 
 
 def _how_to_install(module: str) -> str:

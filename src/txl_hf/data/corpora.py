@@ -101,10 +101,6 @@ class Source:
     vocabulary: Path | None = None
     unread: list[Path] = dataclasses.field(default_factory=list)
 
-    def names(self) -> dict[str, list[str]]:
-        """The files' names by split, relative to `root`."""
-        return {split: [str(path.relative_to(self.root)) for path in paths] for split, paths in self.splits.items()}
-
 
 def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -> Source:
     """The files of a corpus: of a folder, of an archive (unpacked into `scratch`), or the one file. Raises a

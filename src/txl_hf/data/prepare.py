@@ -340,7 +340,8 @@ def read(
     """The text of each split, or one text to be cut; the names of the files; the vocabulary's file, if any."""
     if options.input is not None:
         source = corpora.find_files(options.input, options.corpus, convention, scratch)
-        names = source.names()
+        root, splits = source.root, source.splits.items()
+        names = {split: [str(path.relative_to(root)) for path in paths] for split, paths in splits}
         for split, files in names.items():
             part = "to be cut into train, validation and test" if len(names) == 1 else split
             print(f"{part}: {some(files)}")

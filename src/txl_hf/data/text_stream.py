@@ -151,11 +151,6 @@ class TextStream(IterableDataset):
                 "keep_remainder=True"
             )
 
-    def _encode(self, text: str) -> np.ndarray:
-        ids = encode_text(self.tokenizer, text)
-        end = self.tokenizer.eos_token_id
-        return ids if end is None or (len(ids) and ids[-1] == end) else np.append(ids, end)
-
     def _read_documents(self) -> Iterator[tuple[str, np.ndarray]]:
         """The documents of all epochs, with their tokens; `documents_read` is advanced."""
         for epoch in islice(count(self._first_epoch), self.epochs):
@@ -169,8 +164,10 @@ class TextStream(IterableDataset):
                 documents, checksum = documents + 1, zlib.crc32(f"{text}\n".encode(errors="surrogatepass"), checksum)
                 self.documents_read = {"epoch": epoch, "documents": documents, "checksum": checksum}
                 self._compare(ended=False)
-                tokens = self._encode(text)
-                has_text = has_text or bool((tokens != self.tokenizer.eos_token_id).any())
+                tokens, end = encode_text(self.tokenizer, text), self.tokenizer.eos_token_id
+                if end is not None and (len(tokens) == 0 or tokens[-1] != end):
+                    tokens = np.append(tokens, end)
+                has_text = has_text or bool((tokens != end).any())
                 yield text, tokens
             self._compare(ended=True)
             if documents == 0:

@@ -45,20 +45,16 @@ SIZES = ((1, 1), (3, 7), (2, 20))
 
 @one_line_errors()
 def main(argv: list[str] | None = None):
-    options = parse_arguments(argv)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=hub_or_folder, required=True, help="folder or Hub name")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    options = parser.parse_args(argv)
     if options.output.exists():
         raise FileExistsError(f"{options.output} exists: choose another folder, or remove it")
     for name, difference in export(options.model, options.output).items():
         print(f"{options.output / name}: at most {difference:.1e} from torch")
     if not has_tokenizer(options.output):
         print(f"no tokenizer was found with {options.model}: put its files into {options.output}", file=sys.stderr)
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=hub_or_folder, required=True, help="folder or Hub name")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    return parser.parse_args(argv)
 
 
 class _Graph(nn.Module):
