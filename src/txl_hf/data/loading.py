@@ -17,12 +17,11 @@ from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 from ..transfo_xl.tokenization_transfo_xl_backend import WORD_MODES
 from .midi import is_midi_tokenizer, load_midi_tokenizer
 
-# --- models ----------------------------------------------------------------------------------------------------------
-
 
 def load_config(name: str, option: str = "--model") -> TransfoXLConfig:
-    """The configuration of a model whose name was given by an option; a ValueError for no Transformer-XL. A name that
-    is no folder is printed before the Hub is contacted, because an error without a network takes long."""
+    """The configuration of a model that an option names. A name that is no folder is printed before the Hub is
+    contacted, because an error without a network takes long. Raises a ValueError that names the option if it does not
+    load, is of another model type, or the folder holds an adapter or a checkpoint instead."""
     folder = Path(name)
     if not folder.exists() and is_repo_id(name):
         print(f"{name} is no folder here: looking for it on the Hub", file=sys.stderr)
@@ -57,7 +56,7 @@ def load_language_model(name: str, **options) -> TransfoXLForCausalLM:
 
 
 def find_device(name: str | None) -> str:
-    """The device of this name, or the GPU if there is one. Raises a ValueError for a device that does not exist."""
+    """The device of this name; None: the GPU, or else the CPU. Raises a ValueError for one that does not exist."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=name)
