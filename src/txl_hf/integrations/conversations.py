@@ -183,12 +183,13 @@ class Reply(StoppingCriteria):
         tokenizer: PreTrainedTokenizerBase,
         send: Callable[[str], object],
         most: int,
-        ends: Collection[int] = (),
+        ends: Collection[int] | int | None = None,
         stops: Collection[str] = (),
         prompt: Sequence[int] = (),
     ):
         self.tokenizer, self.send = tokenizer, send
-        self.most, self.ends, self.stops = most, ends, stops
+        self.most, self.stops = most, stops
+        self.ends = ends if isinstance(ends, Collection) else [ends]
         self.prompt, self.tokens = list(prompt), list[int]()
         self._begins = len(tokenizer.decode(self.prompt, skip_special_tokens=True))
         self.finish_reason: str | None = None  # "stop", by a token or a string of its own, or "length"

@@ -88,7 +88,6 @@ def generate(options: argparse.Namespace) -> None:
     names = ("max_new_tokens", "do_sample", "repetition_penalty", *SAMPLING)
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     ends, write = model.generation_config.eos_token_id, functools.partial(print, end="", flush=True)
-    ends = ends if isinstance(ends, list) else [ends]
     # The spacing of the first word depends on few tokens before it, which are decoded again with each new one.
     reply = Reply(tokenizer, write, options.max_new_tokens, ends, prompt=ids[0, -20:].tolist())
     given |= {"stopping_criteria": [reply], "num_beams": 1, "use_cache": True}
