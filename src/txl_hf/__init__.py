@@ -4,6 +4,7 @@ Importing the package registers Transformer-XL with the Auto classes of `transfo
 `AutoModelForCausalLM.from_pretrained` loads its checkpoints. CONTRIBUTING.md says what each wing of the package holds.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from transformers import (
@@ -88,12 +89,8 @@ for _auto, _model in (
 
 
 def __getattr__(name: str):
-    if name == "TransfoXLTrainer":  # transformers' Trainer imports accelerate, datasets and peft where they are there.
-        from .training.trainer import TransfoXLTrainer
-
-        return TransfoXLTrainer
-    if name == "TransfoXLTrainingArguments":
-        from .training.arguments import TransfoXLTrainingArguments
-
-        return TransfoXLTrainingArguments
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Imported when asked for: transformers' Trainer imports accelerate, datasets and peft where they are there.
+    modules = {"TransfoXLTrainer": "trainer", "TransfoXLTrainingArguments": "arguments"}
+    if name not in modules:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".training.{modules[name]}", __name__), name)

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ _TRAIN = "accelerate datasets evaluate matplotlib pandas pyarrow pytorch_optimiz
 REQUIREMENTS = {
     **dict.fromkeys(_TRAIN.split(), "txl-hf[train]"),
     **dict.fromkeys(("mido", "miditok", "symusic", "music21", "pretty_midi"), "txl-hf[music]"),
-    **dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "txl-hf[export]"),
+    **dict.fromkeys(("onnx", "onnx_ir", "onnxruntime", "onnxscript"), "txl-hf[export]"),
     **dict.fromkeys(("fastapi", "uvicorn"), "txl-hf[serve]"),
     "lm_eval": "txl-hf[lm-eval]",
     "trl": "txl-hf[trl]",
@@ -89,7 +90,10 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit("stopped")
     except Exception as error:
-        if _follows_interrupt(error):
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, KeyboardInterrupt):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
             # datasets turns Ctrl-C in its processes into an error of its own.
             sys.exit("stopped")
         if isinstance(error, BrokenPipeError):
@@ -98,22 +102,11 @@ def one_line_errors() -> Iterator[None]:
             sys.exit(1)
         if isinstance(error, ModuleNotFoundError):
             sys.exit(f"error: {error.name} is not installed{_how_to_install(str(error.name))}")
+        if isinstance(error, OSError) and error.strerror:
+            sys.exit(f"error: {'' if error.filename is None else f'{error.filename}: '}{error.strerror}")
         if isinstance(error, ValueError | OSError):
-            sys.exit(f"error: {_in_words(error)}")
+            sys.exit(f"error: {' '.join(str(error).split())}")
         raise
-
-
-def _follows_interrupt(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
-def _in_words(error: Exception) -> str:
-    """An error in one line; an error of the system as its path and its message, without a number."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
 
 
 def _how_to_install(module: str) -> str:
@@ -134,9 +127,8 @@ def hub_or_folder(name: str) -> str:
     """The type of an option that takes a name on the Hub or a folder: of a model, a tokenizer, a data set.
 
     Raises:
-        FileNotFoundError: it looks like a path and does not exist: by its first character, its separators, or a
-            sibling (`runs/a`, where there is `runs/b/config.json`). Without a network, the Hub answers after half a
-            minute.
+        FileNotFoundError: it looks like a path, by its first character, its separators or a sibling (`runs/a` beside
+            `runs/b/config.json`), and does not exist: without a network, the Hub answers after half a minute.
     """
     path = Path(name)
     begins_as_path = name.startswith((".", "~")) or path.is_absolute()
@@ -147,31 +139,18 @@ def hub_or_folder(name: str) -> str:
     return name
 
 
-def at_least_one(text: str) -> int:
-    """The type of an option: a whole number from 1 on. Raises an ArgumentTypeError, as those below."""
-    return _number(int, text, lambda number: number >= 1, "a whole number, at least 1")
-
-
-def at_least_zero(text: str) -> int:
-    """The type of an option: a whole number from 0 on."""
-    return _number(int, text, lambda number: number >= 0, "a whole number, at least 0")
-
-
-def positive(text: str) -> float:
-    """The type of an option: a number above 0."""
-    return _number(float, text, lambda number: 0 < number < math.inf, "a number above 0, and finite")
-
-
-def not_negative(text: str) -> float:
-    """The type of an option: a number from 0 on."""
-    return _number(float, text, lambda number: 0 <= number < math.inf, "a number, at least 0, and finite")
-
-
-def _number(kind: Callable[[str], Any], text: str, fits: Callable[[Any], bool], wanted: str) -> Any:
+def _number(kind: type, fits: Callable[[Any], bool], wanted: str, text: str) -> Any:
     with contextlib.suppress(ValueError):
         if fits(number := kind(text)):
             return number
     raise argparse.ArgumentTypeError(f"{text!r} has to be {wanted}")
+
+
+# Types of options, which raise an ArgumentTypeError for other numbers.
+at_least_one = partial(_number, int, lambda number: number >= 1, "a whole number, at least 1")
+at_least_zero = partial(_number, int, lambda number: number >= 0, "a whole number, at least 0")
+positive = partial(_number, float, lambda number: 0 < number < math.inf, "a number above 0, and finite")
+not_negative = partial(_number, float, lambda number: 0 <= number < math.inf, "a number, at least 0, and finite")
 
 
 def existing_file(name: str) -> Path:
@@ -194,26 +173,24 @@ def new_path(name: str) -> Path:
 
 def add_scoring_options(parser: argparse.ArgumentParser, data: str, plot: str) -> None:
     """The options of every command that scores a text with a model; `data` and `plot` say what these two are."""
-    parser.add_argument("--model", type=hub_or_folder, required=True, help="folder or Hub name")
-    parser.add_argument("--data", type=Path, required=True, help=data)
-    parser.add_argument("--segment_length", type=int, help="tokens in one pass (the model's tgt_len)")
-    parser.add_argument("--ext_len", type=int, help="tokens read again with each segment (the model's)")
-    parser.add_argument("--clamp_len", type=int, help="(the model's)")
-    parser.add_argument("--same_length", choices=["true", "false"], help="(the model's)")
-    parser.add_argument(
-        "--document_end", metavar="TOKEN", help="token that ends each document, or none (as the data was prepared)"
-    )
-    parser.add_argument("--batch_size", type=int, help="streams that the text is cut into (1)")
-    parser.add_argument("--device", help="(cuda where there is one, otherwise cpu)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="(%(default)s)")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--plot", type=Path, help=f"PNG file to write: {plot}")
+    add = parser.add_argument
+    add("--model", type=hub_or_folder, required=True, help="folder or Hub name")
+    add("--data", type=Path, required=True, help=data)
+    add("--segment_length", type=int, help="tokens in one pass (the model's tgt_len)")
+    add("--ext_len", type=int, help="tokens read again with each segment (the model's)")
+    add("--clamp_len", type=int, help="(the model's)")
+    add("--same_length", choices=["true", "false"], help="(the model's)")
+    add("--document_end", metavar="TOKEN", help="token that ends each document, or none (as the data was prepared)")
+    add("--batch_size", type=int, help="streams that the text is cut into (1)")
+    add("--device", help="(cuda where there is one, otherwise cpu)")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="(%(default)s)")
+    add("--output", type=Path, help="JSON file to write")
+    add("--plot", type=Path, help=f"PNG file to write: {plot}")
 
 
 def check_files(options: argparse.Namespace) -> None:
     """Refuse, before any work, a text that does not exist, output files that exist or cannot be written, one file for
-    both, and a plot in a format that cannot be drawn.
-    """
+    both, and a plot in a format that cannot be drawn."""
     if not options.data.exists():
         raise FileNotFoundError(f"--data {options.data} does not exist: write one with txl-prepare")
     for path in filter(None, (options.output, options.plot)):

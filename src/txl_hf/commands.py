@@ -6,9 +6,9 @@ from importlib import import_module
 from .command_line import one_line_errors
 
 
+@one_line_errors()
 def _run(module: str, argv: list[str] | None = None) -> None:
-    with one_line_errors():
-        import_module(f".{module}", __package__).main(argv)
+    import_module(f".{module}", __package__).main(argv)
 
 
 evaluate = partial(_run, "evaluation.score")

@@ -2,7 +2,6 @@
 
 transformers materialises (b) + (d) as (B, H, L, K + L - 1), in several copies; `use_relative_attention(model)` lets
 the attention modules of one model compute blocks of queries instead, whose memory grows linearly with the length.
-Outputs and gradients are equal, names of parameters stay, and saving or copying the model gives transformers' own.
 """
 
 import functools
@@ -20,15 +19,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Names:
-    """The attribute names of the parts of an attention module.
-
-    Args:
-        projections: of queries, keys, values, the output, and W_R of positions.
-        biases: u and v.
-        positions: the argument with the encodings, (1 or B, n, D), the furthest distance first.
-        head_dim: the width of a head.
-        dropout: of probabilities, in training. position_dropout: of `positions`, drawn for each row of a batch.
-    """
+    """The attribute names of the parts of an attention module: projections of queries, keys, values, the output, and
+    W_R of positions; biases u and v; the argument with the encodings, (1 or B, n, D), the furthest distance first; the
+    width of a head; and dropout of probabilities and of positions, the latter drawn for each row of a batch."""
 
     projections: tuple[str, str, str, str, str]
     biases: tuple[str, str]
@@ -181,14 +174,8 @@ def own_method(module: nn.Module, name: str) -> Any:
 
 
 def use_relative_attention(model: Model) -> Model:
-    """Replace the attention of a model of transformers by this package's, in place.
-
-    Args:
-        model: a model with attention modules of `SUPPORTED`. A call with `output_attentions` is computed by
-            transformers.
-
-    Returns:
-        The model. Its copies (`copy.deepcopy`) and saved files (`save_pretrained`) are transformers' own.
+    """Replace the attention of a model of transformers, modules of `SUPPORTED`, by this package's, in place, and
+    return the model. Its copies and saved files are transformers' own, and so is a call with `output_attentions`.
 
     Raises:
         ValueError: the model has no such attention, or it is XLNet with `bi_data`.

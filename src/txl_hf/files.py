@@ -20,7 +20,7 @@ UNFINISHED_PREFIX = "_unfinished"
 LOCK_NAME = "run.lock"
 # Written last into a checkpoint: the run that wrote it, and the list of its files.
 MANIFEST_NAME = "checkpoint_files.json"
-# Parts of the errors that torch, safetensors and pyarrow raise where the system refuses to write.
+# Parts of errors of torch, safetensors and pyarrow where the system refuses to write.
 _REFUSED_WRITES = (
     *("inline_container.cc", "iostream error", "PytorchStreamWriter", "I/O error", "IoError"),
     "Error writing bytes to file",
@@ -43,10 +43,7 @@ def is_repo_id(name: str) -> bool:
 
 @contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
-    """A path to write a file to, which is renamed to `path` at the end.
-
-    Its suffix is that of `path`, for writers that choose a format by the suffix.
-    """
+    """A path to write a file to, renamed to `path` at the end; with its suffix, by which writers choose a format."""
     path = Path(path)
     aside = path.with_name(f"{UNFINISHED_PREFIX}-{os.getpid()}-{path.name}")
     try:
@@ -64,10 +61,8 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 @contextmanager
 def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
-    """An empty folder to fill, which is renamed to `path` at the end and replaces it. Its parents are made.
-
-    It has the name of `path`, for writers that put the folder's name into files, as model cards do.
-    """
+    """An empty folder to fill, which is renamed to `path` at the end and replaces it. Its parents are made. It has the
+    name of `path`, which model cards write into files."""
     path = Path(path)
     aside = path.with_name(f"{UNFINISHED_PREFIX}-{os.getpid()}-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -81,11 +76,8 @@ def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def move_into_place(written: Path, final: Path) -> None:
-    """Sync a file or folder to the disk and rename it, in place of a file or folder of that name.
-
-    A folder cannot replace another in one operation: for a moment neither has the name. The old one stays beside the
-    new one until the new one has it.
-    """
+    """Sync a file or folder to the disk and rename it, in place of a file or folder of that name. An old folder stays
+    beside the new one until that has the name, because one cannot replace another in one operation."""
     sync(written)
     if written.is_dir() and final.is_symlink():
         # The link is replaced, not its target.
@@ -118,11 +110,7 @@ def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """A context that locks a folder against other processes; the lock ends with the process.
-
-    Raises:
-        BlockingIOError: another process has the lock.
-    """
+    """A lock of a folder, which ends with the process. Raises a BlockingIOError if another process has it."""
     try:
         held = FileLock(folder / LOCK_NAME).acquire(timeout=0)
     except Timeout:

@@ -16,10 +16,7 @@ def memory_of(outputs: Mapping[str, Any], compiled: bool = False) -> dict[str, A
     """The memory that a call has returned; {} where there is none.
 
     Where NaN without a mask is an error, a mask of True replaces None, because NaN from a diverging training must not
-    be reported as padding whose mask was lost.
-
-    Args:
-        compiled: whether the next call is, which would compute with a mask of True; None stays.
+    be reported as padding whose mask was lost; not if the next call is `compiled`, which would compute with that mask.
     """
     mems, mems_mask = outputs.get("mems"), outputs.get("mems_mask")
     if mems is None:
@@ -36,8 +33,8 @@ def latest_states(memory: dict[str, Any], mem_len: int) -> dict[str, Any]:
 
 
 def cloned_states(memory: dict[str, Any]) -> dict[str, Any]:
-    """The memory in tensors of its own: a captured graph writes its outputs to the same place at every step, and would
-    overwrite its next input."""
+    """The memory in tensors of its own, because a captured graph writes its outputs to the same place at every
+    step."""
     return _changed(memory, torch.clone) if memory else memory
 
 
@@ -54,10 +51,8 @@ def real_states(mems: tuple[Tensor, ...], mems_mask: Tensor | None = None) -> Te
 
 
 def mask_overflow(mems: tuple[Tensor, ...], mems_mask: Tensor | None = None) -> Tensor | None:
-    """`mems_mask` that also hides states which are not finite in some layer, as an overflow in fp16 leaves them.
-
-    A stream that continues from such states would stay non-finite. Nothing is masked where nothing overflowed; the
-    host waits for the device to check that.
+    """`mems_mask` that also hides states which are not finite in some layer, as an overflow in fp16 leaves them: a
+    stream that continues from them would stay non-finite. The host waits for the device.
 
     Args:
         mems: n_layer tensors (B, m, D). mems_mask: (B, m) bool or None.

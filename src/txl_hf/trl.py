@@ -1,10 +1,9 @@
 """TRL's trainers on a model with cutoffs or projections: `use_own_softmax(trainer)` before `trainer.train()`.
 
-TRL multiplies hidden states by one table, `lm_head.weight`, in a `forward` that it puts into every model. A softmax
-with cutoffs, or with a projection before its table (`d_embed` other than `d_model`, or `div_val` above 1), is more
-than that, and TRL fails there with an AttributeError. `use_own_softmax` puts another `forward` in its place, which
-calls the model's own softmax. It computes the whole distribution of each scored token, as TRL does, but all of them
-at once: take shorter rows or smaller batches where that is too much.
+TRL multiplies hidden states by one table, `lm_head.weight`, in a `forward` that it puts into every model, and fails
+with an AttributeError where a softmax has cutoffs or a projection before its table (`d_embed` other than `d_model`, or
+`div_val` above 1). `use_own_softmax` puts another `forward` in its place, which calls the model's own softmax. It
+computes the distributions of all scored tokens at once: take shorter rows or smaller batches where that is too much.
 """
 
 import functools

@@ -28,8 +28,7 @@ SPLITS = ("train", "validation", "test")
 # Number of lines that are read, counted or tokenised at once.
 LINES = 4096
 
-# Suffixes of plain text, of packed files, of archives and of records (with their reader in datasets), and the words in
-# a file's name that name its split.
+# Suffixes of plain text, packed files, archives and records (with their reader in datasets), and words for splits.
 TEXT_SUFFIXES = (".txt", ".text", ".tokens", ".raw")
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
@@ -37,14 +36,9 @@ ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
 DAMAGED = (shutil.ReadError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
 RECORDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 SPLIT_WORDS = {
-    "train": "train",
-    "training": "train",
-    "valid": "validation",
-    "validation": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "test": "test",
-    "testing": "test",
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "validation", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
 }
 
 
@@ -54,16 +48,13 @@ class Convention:
 
     Attributes:
         layouts: patterns of the file names of train, validation and test; the first layout that is complete is read.
-            Without any, words in the file names decide.
+            Without any it is a user's text, and words in the file names decide.
         whole: pattern of the one file that may hold the whole corpus, which is then cut 90 : 5 : 5.
         stream: the corpus is one stream of symbols, not lines.
-        mode, lower_case: as for TransfoXLTokenizer.
+        mode, lower_case, min_freq, max_size: as for `TransfoXLTokenizer.train_from_iterator`.
         counted: the splits whose symbols make the vocabulary.
-        min_freq: leave out symbols that occur less often.
-        max_size: keep at most so many, the most frequent ones.
         vocabulary: name of a file with the vocabulary beside the text.
         hub: data set and configuration on the Hub.
-        own: a user's text, for which no vocabulary was published.
     """
 
     layouts: tuple[tuple[str, str, str], ...]
@@ -76,7 +67,6 @@ class Convention:
     max_size: int | None = None
     vocabulary: str | None = None
     hub: tuple[str, str] | None = None
-    own: bool = False
 
 
 RENAMED = ("train.txt", "valid.txt", "test.txt")
@@ -97,37 +87,24 @@ CORPORA = {
         min_freq=3,
         vocabulary="1b_word_vocab.txt",
     ),
-    "text": Convention((), whole="*", counted=("train",), own=True),
+    "text": Convention((), whole="*", counted=("train",)),
 }
 
 
 @dataclasses.dataclass
 class Source:
-    """The files of a corpus.
-
-    Attributes:
-        splits: the files of each split; of "train" alone where the corpus is one text, to be cut.
-        vocabulary: the file with the vocabulary, if there is one.
-        unread: other texts in the folder.
-        root: folder that names are relative to.
-    """
+    """The files of each split of a corpus, of "train" alone where it is one text, to be cut; the folder that names are
+    relative to; the file with the vocabulary, if there is one; and other texts in the folder."""
 
     splits: dict[str, list[Path]]
     root: Path
     vocabulary: Path | None = None
     unread: list[Path] = dataclasses.field(default_factory=list)
 
-    def names(self) -> dict[str, list[str]]:
-        """The files' names by split, relative to `root`."""
-        return {split: [str(path.relative_to(self.root)) for path in paths] for split, paths in self.splits.items()}
-
 
 def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -> Source:
-    """The files of a corpus: of a folder, of an archive (unpacked into `scratch`), or the one file.
-
-    Raises:
-        ValueError: the names match no layout of the corpus, or the split of a file is ambiguous.
-    """
+    """The files of a corpus: of a folder, of an archive (unpacked into `scratch`), or the one file. Raises a
+    ValueError if their names match no layout of the corpus, or the split of one is ambiguous."""
     folder = unpacked(path, scratch)
     if folder.is_file():
         if convention.whole is None:
@@ -148,8 +125,7 @@ def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -
 
 def own_text(folder: Path, path: Path) -> Source:
     """The texts in a folder, by the word in their name that names a split. Beside them, a text without such a word is
-    not read, because it may be held out.
-    """
+    not read, because it may be held out."""
     everything = matches(folder, "*")
     texts = [file for file in everything if suffix_of(file) in TEXT_SUFFIXES]
     if not texts and (records := [file for file in everything if suffix_of(file) in RECORDS]):
@@ -164,11 +140,8 @@ def own_text(folder: Path, path: Path) -> Source:
 
 
 def group_by_split(files: Iterable[Path], folder: Path, given: Path | str) -> tuple[dict[str, list[Path]], list[Path]]:
-    """Files by the split that is named by a word in their names (`split_of`), and those without such a word.
-
-    Raises:
-        ValueError: some splits are named and not all; `given` is the folder in the error.
-    """
+    """Files by the split that their names name (`split_of`), and those that name none. Raises a ValueError, with the
+    folder as it was `given`, if only some splits are named."""
     found: dict[str | None, list[Path]] = {}
     for file in files:
         found.setdefault(split_of(file, folder), []).append(file)
@@ -222,13 +195,8 @@ def some(names: list[str]) -> str:
 
 
 def files_below(folder: Path, pattern: str = "*") -> list[Path]:
-    """The files below a folder, except hidden files and those that macOS adds to an archive.
-
-    Links to folders are followed; each folder is read once.
-
-    Raises:
-        ValueError: the target of a link does not exist.
-    """
+    """The files below a folder, except hidden files and those that macOS adds to an archive. Links to folders are
+    followed; each folder is read once. Raises a ValueError for a link whose target does not exist."""
     hidden = (".", "__MACOSX")
     found: list[Path] = []
     seen: set[str] = set()
@@ -264,11 +232,8 @@ def wanted(convention: Convention) -> str:
 
 
 def unpacked(path: Path, scratch: Path) -> Path:
-    """The path itself, or the folder in `scratch` that an archive is unpacked into.
-
-    Raises:
-        ValueError: the path does not exist, or the archive is damaged or has a file for a place outside of the folder.
-    """
+    """The path itself, or the folder in `scratch` that an archive is unpacked into. Raises a ValueError for a path
+    that does not exist, and an archive that is damaged or has a file for a place outside of the folder."""
     if not path.exists():
         raise ValueError(f"{path} does not exist")
     if not path.name.lower().endswith(ARCHIVES):
@@ -304,9 +269,7 @@ def opener_of(path: Path) -> Callable[..., Any]:
 
 def read_files(source: Source, path: Path, convention: Convention, mode: str | None, scratch: Path) -> dict[str, Any]:
     """The text of each split: bytes of a stream, or a Dataset with lines, their ends included, in the column "text".
-
-    `mode` is the tokenizer's; None unless it is a `TransfoXLTokenizer`: see `open_lines`.
-    """
+    `mode` is the tokenizer's, as in `open_lines`."""
     if convention.stream:
         return {split: read_stream(path) for split, [path, *_] in source.splits.items()}
     for split, paths in source.splits.items():
@@ -350,15 +313,8 @@ def check_is_text(path: Path, lines: Iterable[str], mode: str | None) -> None:
 def read_rows(
     name: str, config: str | None, column: str, convention: Convention, mode: str | None, scratch: Path
 ) -> dict[str, "Dataset | bytes"]:
-    """The splits of a data set in the form of `read_files`. A row holds lines; the end of the last may be missing.
-
-    Args:
-        name: name on the Hub, a folder, or a file of `RECORDS`.
-
-    Raises:
-        ValueError: the data set does not load, lacks a split, the column or the text of a row, or has two splits for
-            one of `SPLITS`.
-    """
+    """The splits of a data set on the Hub, in a folder or in a file of `RECORDS`, in the form of `read_files`. A row
+    holds lines; the end of the last may be missing."""
     from datasets import Features, Value
 
     found = load_rows(name, config)
@@ -407,14 +363,12 @@ def load_rows(name: str, config: str | None) -> dict[str, "Dataset"]:
 
 def choose_splits(name: str, found: list[str], convention: Convention) -> dict[str, str]:
     """The data set's split for each of `SPLITS`: that of the same name, or else one with a word of `SPLIT_WORDS`."""
-    told: dict[str | None, list[str]] = {}
     exact = set(found) & set(SPLITS)
-    for its_name in found:
-        split = its_name if its_name in exact else None
+    told: dict[str | None, list[str]] = {split: [split] for split in SPLITS if split in exact}
+    for its_name in (name for name in found if name not in exact):
         # Where all exact names exist, words are not read, because a name such as `dev_test` has words of two splits.
-        if split is None and len(exact) < len(SPLITS) and (told_by := split_of(Path(its_name), Path())) not in exact:
-            split = told_by
-        told.setdefault(split, []).append(its_name)
+        split = split_of(Path(its_name), Path()) if len(exact) < len(SPLITS) else None
+        told.setdefault(None if split in exact else split, []).append(its_name)
     # Only a data set whose one split is `train` is cut, because any other split may be held out.
     splits = SPLITS[:1] if convention.whole is not None and set(told) == {"train"} else SPLITS
     if missing := [split for split in splits if split not in told]:

@@ -17,26 +17,28 @@ from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 from ..transfo_xl.tokenization_transfo_xl_backend import WORD_MODES
 from .midi import is_midi_tokenizer, load_midi_tokenizer
 
-# --- models ----------------------------------------------------------------------------------------------------------
-
 
 def load_config(name: str, option: str = "--model") -> TransfoXLConfig:
-    """The configuration of a model. A name that is no folder is printed before the Hub is contacted, because an error
-    without a network takes long.
-
-    Args:
-        option: the option of a command that gave the name.
-
-    Raises:
-        ValueError: the configuration does not load, or is of another model type.
-    """
-    if not Path(name).exists() and is_repo_id(name):
+    """The configuration of a model that an option names. A name that is no folder is printed before the Hub is
+    contacted, because an error without a network takes long. Raises a ValueError that names the option if it does not
+    load, is of another model type, or the folder holds an adapter or a checkpoint instead."""
+    folder = Path(name)
+    if not folder.exists() and is_repo_id(name):
         print(f"{name} is no folder here: looking for it on the Hub", file=sys.stderr)
-    check_model_folder(name)
+    if not (folder / CONFIG_NAME).exists():
+        if (folder / "adapter_config.json").exists():
+            raise ValueError(
+                f"{name} is an adapter: give a whole model, for instance what "
+                f"peft.PeftModel.from_pretrained(model, {name!r}).merge_and_unload() saves"
+            )
+        if (folder / MANIFEST_NAME).exists():
+            raise ValueError(
+                f"{name} is a checkpoint of a run, to --resume it: give the folder of the run, {folder.parent}"
+            )
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        where = "" if Path(name).exists() else "there is no such folder here, and as a name on the Hub "
+        where = "" if folder.exists() else "there is no such folder here, and as a name on the Hub "
         raise ValueError(f"{option} {name} does not load: {where}{error}") from None
     if not isinstance(config, TransfoXLConfig):
         raise ValueError(f"{option} {name} is a {config.model_type}, not a Transformer-XL")
@@ -44,14 +46,8 @@ def load_config(name: str, option: str = "--model") -> TransfoXLConfig:
 
 
 def load_language_model(name: str, **options) -> TransfoXLForCausalLM:
-    """The model of a folder or on the Hub.
-
-    Args:
-        options: of `from_pretrained`.
-
-    Raises:
-        ValueError: its weights lack tensors, such as the softmax, which would be random.
-    """
+    """The model of a folder or on the Hub, with options of `from_pretrained`. Raises a ValueError if its weights lack
+    tensors, such as the softmax, which would be random."""
     model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
     if missing := sorted(report["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -59,32 +55,8 @@ def load_language_model(name: str, **options) -> TransfoXLForCausalLM:
     return model
 
 
-def check_model_folder(name: str):
-    """Refuse folders that look like a model's and hold none; for other names transformers raises errors.
-
-    Raises:
-        ValueError: the folder holds an adapter, or a checkpoint of a run.
-    """
-    folder = Path(name)
-    if (folder / CONFIG_NAME).exists():
-        return
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(
-            f"{name} is an adapter: give a whole model, for instance what "
-            f"peft.PeftModel.from_pretrained(model, {name!r}).merge_and_unload() saves"
-        )
-    if (folder / MANIFEST_NAME).exists():
-        raise ValueError(
-            f"{name} is a checkpoint of a run, to --resume it: give the folder of the run, {folder.parent}"
-        )
-
-
 def find_device(name: str | None) -> str:
-    """The device of this name. None: the GPU, or the CPU where there is no GPU.
-
-    Raises:
-        ValueError: the device does not exist.
-    """
+    """The device of this name; None: the GPU, or else the CPU. Raises a ValueError for one that does not exist."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=name)
@@ -93,18 +65,9 @@ def find_device(name: str | None) -> str:
     return name
 
 
-# --- tokenizers ------------------------------------------------------------------------------------------------------
-
-
 def load_tokenizer(name: str | Path, **options) -> Any:
-    """The tokenizer of a folder or on the Hub, one of transformers or of MidiTok.
-
-    Args:
-        options: of transformers' `from_pretrained`: `revision`, `trust_remote_code`.
-
-    Raises:
-        ValueError: there is no tokenizer, or it cannot be read.
-    """
+    """The tokenizer of a folder or on the Hub, of MidiTok or, with options of `from_pretrained`, of transformers.
+    Raises a ValueError if there is none that can be read."""
     if is_midi_tokenizer(name):
         return load_midi_tokenizer(name)
     try:
@@ -114,11 +77,7 @@ def load_tokenizer(name: str | Path, **options) -> Any:
 
 
 def find_tokenizer(name: str | Path) -> Any:
-    """The tokenizer of a folder or on the Hub, or None where there is none.
-
-    Raises:
-        ValueError: the tokenizer cannot be read.
-    """
+    """`load_tokenizer`, or None where there is no tokenizer. Raises a ValueError for one that cannot be read."""
     if Path(name).is_dir() and not has_tokenizer(name):
         return None
     try:
@@ -142,16 +101,8 @@ def has_tokenizer(name: str | Path) -> bool:
 
 
 def check_symbols_of(model: str | Path, tokenizer: Any, data: Any) -> None:
-    """Check that the vocabularies of a text and of a model agree; one may have more symbols at its end.
-
-    Args:
-        model: folder or name on the Hub; without a tokenizer there, nothing is compared.
-        tokenizer: tokenizer of the text.
-        data: name of the text in the error.
-
-    Raises:
-        ValueError: a symbol differs, which is named; or the model's tokenizer cannot be read.
-    """
+    """Raise a ValueError for the first symbol that differs between the tokenizer of a text, `data`, and that of a
+    model, if it has one; either may have more symbols at its end."""
     if (trained_with := find_tokenizer(model)) is None:
         return
     symbols, expected = _list_symbols(tokenizer), _list_symbols(trained_with)
@@ -183,15 +134,10 @@ def fill_special_tokens(
 ) -> None:
     """Set `bos_token_id`, `eos_token_id` and `pad_token_id` where they are None in a configuration.
 
-    `eos_token_id`, at which `generate` stops, is the token that ends documents, otherwise the tokenizer's `eos_token`.
-    If `eos_token` ends each line (`ends_lines`), `eos_token_id` stays None, because `generate` would stop after a
-    heading or an empty line. `pad_token_id` stays None if that token also begins texts or ends lines, because
-    `generate` without an `attention_mask` would mask it in a prompt.
-
-    Args:
-        config: configuration of a model or of its generation; fields that are set do not change.
-        tokenizer: one of transformers or of MidiTok.
-        document_end: the token that ends each document of the training text, if one does.
+    `eos_token_id`, at which `generate` stops, is the token that ends the documents of the training text
+    (`document_end`), otherwise the tokenizer's `eos_token`. If that ends each line, the field stays None, because
+    `generate` would stop after a heading or an empty line. `pad_token_id` stays None if that token also begins texts
+    or ends lines, because `generate` without an `attention_mask` would mask it in a prompt.
     """
     found = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     in_texts = {found["bos_token_id"], found["eos_token_id"]}

@@ -46,8 +46,8 @@ class HeldCache(NamedTuple):
 
     Attributes:
         kind: the name of its class.
-        counts: `mem_len`; `length`, the number of keys that it has read, with those of a memory before the text;
-            `initial_length` and `projected`, as in `DecodingState`.
+        counts: `mem_len`; `length`, the number of keys that it has read; `initial_length`, those of a memory before
+            the text among them; `projected`, as in `DecodingState`.
         tensors: `keys.i` and `values.i` of each layer, (B, H, n, Dh) with n ≤ M, in order of time; `mask`, (B, n)
             bool, if some are not real; `padding` as in `DecodingState`, if there is any.
     """
@@ -103,7 +103,7 @@ def save_memory(path: str | os.PathLike, model: PreTrainedModel, outputs: Mappin
     """Write the memory that a call has returned to a file of safetensors, complete or not at all.
 
     Args:
-        path: path of the file; an existing file is replaced.
+        path: of the file; an existing file is replaced.
         model: the model that was called. All of its weights are read, for its fingerprint.
         outputs: of the model, of `generate(…, return_dict_in_generate=True)` or of `load_memory`: with `mems` and
             `mems_mask`, or a `MemoryCache` or `StaticMemoryCache` as `past_key_values`.
@@ -134,16 +134,12 @@ def save_memory(path: str | os.PathLike, model: PreTrainedModel, outputs: Mappin
 
 
 def load_memory(path: str | os.PathLike, model: PreTrainedModel) -> dict[str, Any]:
-    """The memory of a file as keyword arguments of a call, `model(ids, **load_memory(path, model))`: on the device of
-    the model, of the type that it was saved in.
+    """The memory of a file of `save_memory` as keyword arguments of a call, `model(ids, **load_memory(path, model))`:
+    `mems` and `mems_mask`, or `past_key_values`, on the device of the model, of the type that they were saved in.
 
     Args:
-        path: of a file that `save_memory` wrote.
-        model: a model with the configuration and weights of the one that was called; lengths and head may differ.
-            Weights are compared in bfloat16, so float32 weights may have been rounded to bfloat16 in between.
-
-    Returns:
-        `mems` and `mems_mask`, or `past_key_values`, as they were saved.
+        model: with the configuration and weights of the one that was called; lengths and head may differ. Weights are
+            compared in bfloat16, so float32 weights may have been rounded to bfloat16 in between.
 
     Raises:
         ValueError: the file is damaged or of another kind, or holds the memory of another model, which is named.

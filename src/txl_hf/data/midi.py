@@ -24,17 +24,13 @@ if TYPE_CHECKING:
 
 MIDI_SUFFIXES = (".mid", ".midi", ".kar")
 DRUM_CHANNEL = 9
-# Column of compound tokens; plain tokens are in `token_ids`.
-EVENTS = "events"
-# Time steps of a quarter note in fingerprints; triplets and 32nd notes take a whole number of them.
-COMPARED = 24
+EVENTS = "events"  # the column of compound tokens; plain tokens are in `token_ids`
+COMPARED = 24  # time steps of a quarter note in fingerprints: triplets and 32nd notes take a whole number of them
 # Longest piece, in quarter notes: a damaged time is read as centuries, and MidiTok would write a token for each bar.
 LONGEST = 100_000
 TOKENIZER_FILE = "tokenizer.json"
-# Files for each process that is started.
-FILES = 64
-# Most program changes that are copied into other tracks, which takes a second.
-MOST_JOINED = 1_000_000
+FILES = 64  # for each process that is started
+MOST_JOINED = 1_000_000  # program changes that are copied into other tracks, which takes a second
 # First bytes of a program change and of a note, on any channel except that of drums.
 PROGRAM_CHANGE = re.compile(rb"[\xc0-\xc8\xca-\xcf](?=[\x00-\x7f])")
 NOTE = re.compile(rb"[\x90-\x98\x9a-\x9f](?=[\x00-\x7f])")
@@ -51,11 +47,10 @@ class Piece(NamedTuple):
     """A MIDI file.
 
     Attributes:
-        path: of the file.
         name: its path relative to the folder that was given.
         fingerprint: equal only for copies and transpositions of the piece.
-        notes: number of notes in its tokens.
-        lost: number of notes left out, because the tokenizer lacks their pitch or instrument, or has them already.
+        notes, lost: number of notes in its tokens, and of those left out, because the tokenizer lacks their pitch or
+            instrument, or has them already.
         remarks: those of `OTHER_METRE`, `OTHER_TEMPO` and `KEYLESS` that apply.
     """
 
@@ -67,14 +62,8 @@ class Piece(NamedTuple):
     remarks: str
 
 
-# --- tokenizers ------------------------------------------------------------------------------------------------------
-
-
 def make_midi_tokenizer(tokens: str) -> "MusicTokenizer":
-    """MidiTok's REMI, or its compound words, for music of any pitches, instruments, keys, metres and tempos.
-
-    Notes longer than 12 beats are shortened to 12.
-    """
+    """MidiTok's REMI, or its compound words, for any pitches, instruments, keys, metres and tempos, and 12 beats."""
     import miditok
 
     config = miditok.TokenizerConfig(
@@ -100,11 +89,7 @@ def is_midi_tokenizer(folder: Path | str) -> bool:
 
 
 def load_midi_tokenizer(folder: Path | str) -> "MusicTokenizer":
-    """The tokenizer in a folder, of any of MidiTok's classes.
-
-    Raises:
-        ValueError: there is no tokenizer, or it is not one of MidiTok's.
-    """
+    """The tokenizer in a folder, of any of MidiTok's classes. Raises a ValueError if there is none."""
     import miditok
 
     path = Path(folder) / TOKENIZER_FILE
@@ -121,11 +106,8 @@ def load_midi_tokenizer(folder: Path | str) -> "MusicTokenizer":
 
 
 def boundary_tokens(tokenizer: "MusicTokenizer") -> tuple[Any, Any]:
-    """The tokens BOS and EOS around each piece: two ids, or two events of compound tokens.
-
-    Raises:
-        ValueError: the tokenizer has no such tokens, or makes a sequence of each track.
-    """
+    """The tokens BOS and EOS around each piece: two ids, or two events of compound tokens. Raises a ValueError for a
+    tokenizer without them, or that makes a sequence of each track."""
     vocabularies = tokenizer.vocab if tokenizer.is_multi_voc else [tokenizer.vocab]
     if any(token not in vocabulary for token in ("BOS_None", "EOS_None") for vocabulary in vocabularies):
         raise ValueError("the tokenizer must have the special tokens BOS and EOS, between which each piece lies")
@@ -135,17 +117,11 @@ def boundary_tokens(tokenizer: "MusicTokenizer") -> tuple[Any, Any]:
     return (begin, end) if tokenizer.is_multi_voc else (begin[0], end[0])
 
 
-# --- pieces ----------------------------------------------------------------------------------------------------------
-
-
 def read_pieces(
     folder: Path, tokenizer: "MusicTokenizer", num_proc: int, scratch: Path
 ) -> tuple[list[Piece], dict[str, str], Path]:
-    """The pieces of a folder or an archive, {name: reason} for files that cannot be used, and the folder.
-
-    Raises:
-        ValueError: there is no MIDI file that can be used.
-    """
+    """The pieces of a folder or an archive, {name: reason} for files that cannot be used, and the folder. Raises a
+    ValueError if no file can be used."""
     from datasets import Dataset
 
     root = unpacked(folder, scratch)
@@ -185,9 +161,11 @@ def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
         score = read_score(Path(path))
         kept, lost = preprocess(score, tokenizer)
         row |= {"fingerprint": fingerprint(score), "notes": kept.note_num(), "lost": lost}
+        # The tokenizer's tempos have a tolerance, because a file rounds to whole microseconds of a quarter note.
+        low, high = tokenizer.tempos.min() - 0.01, tokenizer.tempos.max() + 0.01
         remarks = {
             OTHER_METRE: tokenizer.score_has_time_signatures_not_in_vocab(score),
-            OTHER_TEMPO: not all(has_tempo(tokenizer, tempo.qpm) for tempo in score.tempos),
+            OTHER_TEMPO: tokenizer.config.use_tempos and not all(low <= tempo.qpm <= high for tempo in score.tempos),
             KEYLESS: tokenizer.config.use_key_signatures and not begins_in_a_key(score),
         }
         row["remarks"] = "; ".join(remark for remark, applies in remarks.items() if applies)
@@ -204,22 +182,12 @@ def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
 
 
 def preprocess(score: "Score", tokenizer: "MusicTokenizer") -> tuple["Score", int]:
-    """A score as the tokenizer reads it, and the number of notes that the tokenizer leaves out.
-
-    Raises:
-        ValueError: the tokenizer leaves out all notes.
-    """
+    """A score as the tokenizer reads it, and the number of notes that it leaves out; a ValueError if it leaves out
+    all."""
     kept = tokenizer.preprocess_score(score)
     if kept.note_num() == 0:
         raise ValueError(f"the tokenizer has none of its {score.note_num()} note(s)")
     return kept, score.note_num() - kept.note_num()
-
-
-def has_tempo(tokenizer: "MusicTokenizer", tempo: float) -> bool:
-    """Whether a tempo, in quarter notes a minute, is in the tokenizer's range, or the tokenizer has no tempos."""
-    tempos = tokenizer.tempos if tokenizer.config.use_tempos else np.array([tempo])
-    # The limits have a tolerance, because a file rounds a tempo to whole microseconds of a quarter note.
-    return bool(tempos.min() - 0.01 <= tempo <= tempos.max() + 0.01)
 
 
 def begins_in_a_key(score: "Score") -> bool:
@@ -228,11 +196,8 @@ def begins_in_a_key(score: "Score") -> bool:
 
 
 def read_score(path: Path) -> "Score":
-    """The score of a MIDI file, without tempos, time signatures and keys after its last note.
-
-    Raises:
-        ValueError: the file is damaged, of format 2, has no notes, or does not end.
-    """
+    """The score of a MIDI file, without tempos, time signatures and keys after its last note. Raises a ValueError for
+    a file that is damaged, of format 2, without notes or without an end."""
     import symusic
 
     try:
@@ -264,10 +229,7 @@ def with_programs(data: bytes) -> bytes:
     """A MIDI file in which each track has the program changes of its channels.
 
     A program change is of a channel, in whichever track it is. symusic reads only those in the track of the notes, and
-    without one assigns a piano.
-
-    Raises:
-        ValueError: a track may have notes of a program that another track sets, and mido cannot read the file.
+    without one assigns a piano. Raises a ValueError for a file that may need this and that mido cannot read.
     """
     if not _programs_may_be_elsewhere(data):
         return data
@@ -306,10 +268,8 @@ def with_programs(data: bytes) -> bytes:
 
 
 def _programs_may_be_elsewhere(data: bytes) -> bool:
-    """Whether some channel may have notes in one track and program changes in another, without mido, which is slow.
-
-    There are false positives, because a time or a text may contain the bytes of a message, but no false negatives.
-    """
+    """Whether some channel may have notes in one track and program changes in another, without mido, which is slow. A
+    time or a text may contain the bytes of a message, so there are false positives, but no false negatives."""
     if data[8:10] != b"\x00\x01":
         return False
     notes: dict[int, set[int]] = defaultdict(set)
@@ -332,10 +292,8 @@ def last_end(score: "Score") -> int:
 
 
 def fingerprint(score: "Score") -> str:
-    """A hash of when notes begin, relative to the first, and of their pitches, relative to the lowest.
-
-    Transposition and another resolution of time do not change it.
-    """
+    """A hash of when notes begin, relative to the first, and of their pitches, relative to the lowest, which
+    transposition and another resolution of time do not change."""
     first = min(note.time for track in score.tracks for note in track.notes)
     drums: list[np.ndarray] = []
     others: list[np.ndarray] = []
@@ -349,20 +307,17 @@ def fingerprint(score: "Score") -> str:
     for parts, moves in ((others, True), (drums, False)):
         found = np.unique(np.concatenate(parts), axis=0) if any(len(part) for part in parts) else np.zeros((0, 2))
         if len(found) and moves:
-            # Pitches relative to the lowest of the piece.
             found = found - [0, found[:, 1].min()]
         digest.update(found.astype("<i8").tobytes() + b"|")
     return digest.hexdigest()
 
 
 def split_pieces(pieces: list[Piece], root: Path) -> tuple[dict[str, list[Piece]], list[Piece]]:
-    """The pieces of each split, and those left out because another split has the same ones.
+    """The pieces of each split, and those left out because another split has the same ones, or none is named.
 
     Names with the word of a split (`split_of`) decide. Without any, 5 % of the pieces are for validation and 5 % for
-    the test, chosen by their fingerprints, so that copies and transpositions of a piece stay together.
-
-    Raises:
-        ValueError: names give only some splits, or a split is empty.
+    the test, chosen by their fingerprints, so that copies and transpositions of a piece stay together. Raises a
+    ValueError if names give only some splits, or a split is empty.
     """
     by_path = {piece.path: piece for piece in pieces}
     named, unnamed = group_by_split(by_path, root, "the folder")
@@ -396,11 +351,8 @@ def cut_pieces(pieces: list[Piece]) -> dict[str, list[Piece]]:
 
 
 def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "Score | None":
-    """A copy with notes, except drums, and key signatures moved; without a signature it is read as in C major.
-
-    None if a pitch would be outside of the tokenizer's `pitch_range` (both ends included), because MidiTok would leave
-    out the note; never None with 0 semitones.
-    """
+    """A copy with notes, except drums, and key signatures moved; None if a pitch would be outside of the tokenizer's
+    `pitch_range` (both ends included), because MidiTok would leave out the note; never None with 0 semitones."""
     import symusic
 
     low, high = pitch_range
@@ -426,20 +378,12 @@ def spelled(fifths: int) -> int:
     return (fifths + 5) % 12 - 5
 
 
-# --- tokens ----------------------------------------------------------------------------------------------------------
-
-
 def tokenise_pieces(
     pieces: Iterable[Piece], tokenizer: "MusicTokenizer", semitones: int, num_proc: int, cache: Path
 ) -> "Dataset":
-    """The tokens of pieces, each between BOS and EOS, one token a row.
-
-    Args:
-        pieces: each in its key and in the keys up to `semitones` above and below; in random order if there are any.
-        tokenizer: with one of compound words, the column is `EVENTS` and a row has an id for each attribute.
-        num_proc: processes at most.
-        cache: the Arrow file to write.
-    """
+    """The tokens of pieces, each between BOS and EOS, one token a row, in the Arrow file `cache`; of compound words in
+    the column `EVENTS`, an id for each attribute. With `semitones` each piece is in its key and in those so far above
+    and below, all in random order."""
     from datasets import Dataset, Features, List, Value
 
     begin, end = boundary_tokens(tokenizer)

@@ -17,13 +17,12 @@
 
 Symbols are numbered by frequency, the most frequent first, after `<eos>`. lm1b comes with a vocabulary,
 `1b_word_vocab.txt`, which is read if it lies beside the text; otherwise it is the words that occur three times in the
-training text, and as in the originals the validation text is the test text. enwik8 and text8, in one file, are cut
-into 90, 5 and 5 % of their bytes; their vocabularies have the published 204 and 27 symbols, no `<eos>`, `<unk>` or
-`<pad>`, and another symbol is an error: for those, and for another tokenizer, give `--corpus text`.
+training text. As in the originals, its validation text is the test text. enwik8 and text8, in one file, are cut into
+90, 5 and 5 % of their bytes; their vocabularies have the published 204 and 27 symbols, no `<eos>`, `<unk>` or `<pad>`,
+and another symbol is an error: for those, and for another tokenizer, give `--corpus text`.
 
-`--input` is a folder with these files, the archive they come in, or the one file that it is. The names that the
-originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) are accepted. Hidden files and folders,
-and `__MACOSX`, are passed over.
+`--input` is a folder with these files, the archive they come in, or the one file; `train.txt`, `valid.txt`,
+`test.txt`, the names that the originals' getdata.sh gives, are accepted. Hidden files are passed over.
 
 `--corpus text` reads files that end in `.txt`, `.text`, `.tokens` or `.raw`, alone or packed (`.gz`, `.bz2`, `.xz`). A
 word in their names or their folders' names says which part they are: train or training; valid, validation, val or dev;
@@ -73,7 +72,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -87,34 +86,9 @@ from ..command_line import CommandParser, at_least_one, hub_or_folder, interrupt
 from ..files import disk_errors, name_of, sync
 from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 from ..transfo_xl.tokenization_transfo_xl_backend import LINE_END_MODES, MODES
-from .corpora import (
-    CORPORA,
-    LINES,
-    SPLITS,
-    Convention,
-    count_batch,
-    count_stream,
-    cut,
-    find_files,
-    read_files,
-    read_rows,
-    some,
-    useful_processes,
-    wanted,
-)
+from . import corpora, midi
+from .corpora import CORPORA, LINES, SPLITS, Convention, some, wanted
 from .loading import ends_lines, load_tokenizer
-from .midi import (
-    KEYLESS,
-    OTHER_METRE,
-    OTHER_TEMPO,
-    Piece,
-    boundary_tokens,
-    load_midi_tokenizer,
-    make_midi_tokenizer,
-    read_pieces,
-    split_pieces,
-    tokenise_pieces,
-)
 from .texts import INFORMATION, LINE_FEED, count_passed, document_end_token, encode_bytes, encode_lines, reads_streams
 
 if TYPE_CHECKING:
@@ -125,26 +99,23 @@ MIDI = "midi"
 SYMBOLS = ("mode", "lower_case", "min_freq", "max_size")
 
 
+@one_line_errors()
+@interrupted_by_signals()
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
     options = parse_arguments(argv)
     output: Path = options.output
-    with one_line_errors(), interrupted_by_signals():
-        if os.path.lexists(output):
-            raise ValueError(f"{output} exists: choose another folder with --output, or remove it")
-        if "::" in str(output.absolute()):
-            raise ValueError(f"{output}: datasets takes '::' for a chain of file systems: choose another --output")
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch,
-            disk_errors(output),
-            no_bars_in_logs(),
-        ):
-            information = prepare(options, Path(scratch))
-            written = Path(scratch) / "output"
-            sync(written)
-            # `rename` fails if somebody has filled a folder of this name meanwhile.
-            written.rename(output)
+    if os.path.lexists(output):
+        raise ValueError(f"{output} exists: choose another folder with --output, or remove it")
+    if "::" in str(output.absolute()):
+        raise ValueError(f"{output}: datasets takes '::' for a chain of file systems: choose another --output")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    beside = tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-")
+    with beside as scratch, disk_errors(output), no_bars_in_logs():
+        information = prepare(options, Path(scratch))
+        written = Path(scratch) / "output"
+        sync(written)
+        # `rename` fails if somebody has filled a folder of this name meanwhile.
+        written.rename(output)
     for split, counts in information["splits"].items():
         print(f"{split:<10}", ", ".join(f"{count:>11,} {name}" for name, count in counts.items()))
     size = information["vocab_size"]
@@ -154,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def no_bars_in_logs() -> Iterator[None]:
-    """Disable datasets' progress bars if standard error is no terminal: a log would get a line for each state."""
+    """No bars of datasets if standard error is no terminal, because a log would get a line for each state."""
     import datasets
 
     silenced = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
@@ -169,24 +140,18 @@ def no_bars_in_logs() -> Iterator[None]:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", choices=[*CORPORA, MIDI], required=True, help="the conventions to follow")
-    source = parser.add_mutually_exclusive_group()
+    add, source = parser.add_argument, parser.add_mutually_exclusive_group()
+    add("--corpus", choices=[*CORPORA, MIDI], required=True, help="the conventions to follow")
     source.add_argument("--input", type=Path, help="folder, archive or file")
-    source.add_argument(
-        "--dataset",
-        type=hub_or_folder,
-        help="data set on the Hub, folder or file of one; a row is a line or more",
-    )
-    parser.add_argument("--config", help="of --dataset: its configuration")
-    parser.add_argument("--column", help="of --dataset: its column with the text (text)")
-    parser.add_argument(
-        "--tokenizer",
-        type=hub_or_folder,
-        help="folder or Hub name of a tokenizer to use instead of the text's symbols",
-    )
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--document_end", metavar="TOKEN", help="token that ends each document (the text is one)")
-    parser.add_argument("--num_proc", type=at_least_one, default=os.cpu_count(), help="processes (%(default)s)")
+    rows = "data set on the Hub, folder or file of one; a row is a line or more"
+    source.add_argument("--dataset", type=hub_or_folder, help=rows)
+    add("--config", help="of --dataset: its configuration")
+    add("--column", help="of --dataset: its column with the text (text)")
+    other = "folder or Hub name of a tokenizer to use instead of the text's symbols"
+    add("--tokenizer", type=hub_or_folder, help=other)
+    add("--output", type=Path, required=True, help="folder to write")
+    add("--document_end", metavar="TOKEN", help="token that ends each document (the text is one)")
+    add("--num_proc", type=at_least_one, default=os.cpu_count(), help="processes (%(default)s)")
     text = parser.add_argument_group("symbols of --corpus text")
     text.add_argument("--mode", choices=[mode for mode in MODES if mode != "lm1b"], help="(whitespace)")
     text.add_argument("--lower_case", action="store_true", default=None)
@@ -220,6 +185,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Write the corpus to scratch/output; returns the contents of corpus.json."""
+    import pyarrow as pa
+    from datasets import Dataset
+
     if options.corpus == MIDI:
         return prepare_midi(options, scratch)
     convention = chosen_convention(options)
@@ -227,11 +195,11 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     mode = convention.mode if tokenizer is None else getattr(tokenizer, "mode", None)
     texts, files, vocabulary = read(options, convention, mode, scratch)
     if len(texts) == 1:
-        texts = cut(texts["train"], convention)
+        texts = corpora.cut(texts["train"], convention)
     if convention.stream:
         if convention.mode == "characters":
             texts = {split: text.strip() for split, text in texts.items()}
-        counts = {split: count_stream(text) for split, text in texts.items()}
+        counts = {split: corpora.count_stream(text) for split, text in texts.items()}
     else:
         counts = {split: count_lines(lines, options.num_proc) for split, lines in texts.items()}
     for split, count in counts.items():
@@ -239,7 +207,9 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             raise ValueError(f"the {split} text of {source_name(options)} is empty")
     if convention.stream:
         tokenizer = tokenizer or stream_tokenizer(texts, convention)
-        tokens = {split: stream_tokens(text, tokenizer) for split, text in texts.items()}
+        # pyarrow tables, because `from_dict` would look at every token.
+        ids = {split: encode_bytes(tokenizer, text) for split, text in texts.items()}
+        tokens = {split: Dataset(pa.table({"token_ids": found})) for split, found in ids.items()}
     else:
         tokenizer = tokenizer or word_tokenizer(texts, convention, vocabulary)
         tokens = {
@@ -287,9 +257,9 @@ def write(tokens: dict[str, "Dataset"], tokenizer: Any, information: dict[str, A
 def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
     """Write a folder of MIDI files to scratch/output; returns the contents of corpus.json."""
     tokenizer = midi_tokenizer(options)
-    begin, end = boundary_tokens(tokenizer)
-    pieces, left_out, root = read_pieces(options.input, tokenizer, options.num_proc, scratch)
-    splits, repeated = split_pieces(pieces, root)
+    begin, end = midi.boundary_tokens(tokenizer)
+    pieces, left_out, root = midi.read_pieces(options.input, tokenizer, options.num_proc, scratch)
+    splits, repeated = midi.split_pieces(pieces, root)
     tell_pieces(splits, left_out, repeated)
     if options.bpe is not None:
         # BPE joins frequent pairs of tokens until the vocabulary has `options.bpe` entries.
@@ -298,7 +268,7 @@ def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
     for split, chosen in splits.items():
         semitones = (options.transpose or 0) if split == "train" else 0
         cache = scratch / f"{split}.arrow"
-        tokens[split] = tokenise_pieces(chosen, tokenizer, semitones, options.num_proc, cache)
+        tokens[split] = midi.tokenise_pieces(chosen, tokenizer, semitones, options.num_proc, cache)
         parts[split] = {"tokens": len(tokens[split]), "pieces": len(chosen), "notes": sum(p.notes for p in chosen)}
     information = {
         "corpus": MIDI,
@@ -320,10 +290,10 @@ def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
 
 def midi_tokenizer(options: argparse.Namespace) -> Any:
     if options.tokenizer is None:
-        tokenizer = make_midi_tokenizer(options.tokens or "remi")
+        tokenizer = midi.make_midi_tokenizer(options.tokens or "remi")
     else:
         try:
-            tokenizer = load_midi_tokenizer(options.tokenizer)
+            tokenizer = midi.load_midi_tokenizer(options.tokenizer)
         except ValueError as error:
             raise ValueError(f"--tokenizer {error}") from None
     if options.bpe is not None:
@@ -336,7 +306,7 @@ def midi_tokenizer(options: argparse.Namespace) -> Any:
     return tokenizer
 
 
-def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeated: list[Piece]):
+def tell_pieces(splits: dict[str, list[midi.Piece]], left_out: dict[str, str], repeated: list[midi.Piece]):
     """Print the pieces of each split, the files left out, and notes that were lost or changed."""
     for split, pieces in splits.items():
         print(f"{split}: {some([piece.name for piece in pieces])}")
@@ -350,22 +320,18 @@ def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeat
     chosen = list(chain.from_iterable(splits.values()))
     if lost := [f"{piece.name} ({piece.lost} of {piece.lost + piece.notes})" for piece in chosen if piece.lost]:
         print(f"{len(lost)} file(s) with notes that the tokenizer lacks or has already, and leaves out: {some(lost)}")
-    for remark in (OTHER_METRE, OTHER_TEMPO, KEYLESS):
+    for remark in (midi.OTHER_METRE, midi.OTHER_TEMPO, midi.KEYLESS):
         if remarked := [piece.name for piece in chosen if remark in piece.remarks]:
             print(f"{len(remarked)} file(s) {remark}: {some(remarked)}")
 
 
 def chosen_convention(options: argparse.Namespace) -> Convention:
     """The convention of the corpus, with the options of the command line about symbols."""
-    convention = CORPORA[options.corpus]
-    chosen = {name: getattr(options, name) for name in SYMBOLS}
-    convention = dataclasses.replace(
-        convention, **{name: value for name, value in chosen.items() if value is not None}
-    )
-    if options.corpus == "text" and convention.mode in ("characters", "bytes"):
+    changes: dict[str, Any] = {name: value for name in SYMBOLS if (value := getattr(options, name)) is not None}
+    if changes.get("mode") in ("characters", "bytes"):
         # Held-out texts count too, because an alphabet should lack none of their symbols.
-        convention = dataclasses.replace(convention, counted=SPLITS)
-    return convention
+        changes["counted"] = SPLITS
+    return dataclasses.replace(CORPORA[options.corpus], **changes)
 
 
 def read(
@@ -373,14 +339,15 @@ def read(
 ) -> tuple[dict[str, Any], dict[str, list[str]] | None, Path | None]:
     """The text of each split, or one text to be cut; the names of the files; the vocabulary's file, if any."""
     if options.input is not None:
-        source = find_files(options.input, options.corpus, convention, scratch)
-        names = source.names()
+        source = corpora.find_files(options.input, options.corpus, convention, scratch)
+        root, splits = source.root, source.splits.items()
+        names = {split: [str(path.relative_to(root)) for path in paths] for split, paths in splits}
         for split, files in names.items():
             part = "to be cut into train, validation and test" if len(names) == 1 else split
             print(f"{part}: {some(files)}")
         if source.unread:
             print(f"not read: {some([path.name for path in source.unread])}")
-        return read_files(source, options.input, convention, mode, scratch), names, source.vocabulary
+        return corpora.read_files(source, options.input, convention, mode, scratch), names, source.vocabulary
     if options.dataset is None:
         if convention.hub is None:
             raise ValueError(
@@ -389,7 +356,7 @@ def read(
             )
         options.dataset, options.config = convention.hub
     column = options.column or "text"
-    return read_rows(options.dataset, options.config, column, convention, mode, scratch), None, None
+    return corpora.read_rows(options.dataset, options.config, column, convention, mode, scratch), None, None
 
 
 def source_name(options: argparse.Namespace) -> str:
@@ -422,21 +389,16 @@ def text_tokenizer(options: argparse.Namespace, convention: Convention) -> PreTr
     return tokenizer
 
 
-# ---- counting ---------------------------------------------------------------------------------------------------
+def map_lines(lines: "Dataset", function: Callable[..., dict], num_proc: int, **options: Any) -> "Dataset":
+    """`lines.map` of a function of batches of lines."""
+    columns = {"input_columns": "text", "remove_columns": "text"}
+    processes = corpora.useful_processes(len(lines) // LINES, num_proc)
+    return lines.map(function, batched=True, batch_size=LINES, num_proc=processes, **columns, **options)
 
 
 def count_lines(lines: "Dataset", num_proc: int) -> dict[str, int]:
     """Counts of words (and one more for each line), characters and bytes."""
-    batches = lines.map(
-        count_batch,
-        batched=True,
-        batch_size=LINES,
-        input_columns="text",
-        remove_columns="text",
-        num_proc=useful_processes(len(lines) // LINES, num_proc),
-        keep_in_memory=True,
-        desc="count",
-    )
+    batches = map_lines(lines, corpora.count_batch, num_proc, keep_in_memory=True, desc="count")
     counts = {name: int(np.sum(batches[name][:])) for name in batches.column_names}
     if counts["words"]:
         counts["words"] += len(lines)
@@ -451,25 +413,12 @@ def count_documents(tokens: dict[str, "Dataset"], document_end: int) -> dict[str
     return {split: pc.sum(pc.equal(column, document_end)).as_py() or 0 for split, column in columns.items()}
 
 
-# ---- tokens -----------------------------------------------------------------------------------------------------
-
-
 def tokenise(lines: "Dataset", tokenizer: PreTrainedTokenizerBase, num_proc: int, cache: Path) -> "Dataset":
     """The column token_ids, one token a row, of lines."""
     from datasets import Features, Value
 
-    return lines.map(
-        tokenise_batch,
-        batched=True,
-        batch_size=LINES,
-        input_columns="text",
-        remove_columns="text",
-        features=Features({"token_ids": Value("int32")}),
-        fn_kwargs={"tokenizer": tokenizer},
-        num_proc=useful_processes(len(lines) // LINES, num_proc),
-        cache_file_name=str(cache),
-        desc="tokenise",
-    )
+    options = {"fn_kwargs": {"tokenizer": tokenizer}, "cache_file_name": str(cache), "desc": "tokenise"}
+    return map_lines(lines, tokenise_batch, num_proc, features=Features({"token_ids": Value("int32")}), **options)
 
 
 def tokenise_batch(lines: list[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
@@ -486,7 +435,7 @@ def word_tokenizer(texts: dict[str, "Dataset"], convention: Convention, vocabula
     options: dict[str, Any] = {}
     if convention.mode in LINE_END_MODES:
         options["line_ends"] = True
-    if convention.own:
+    if not convention.layouts:
         # A user's vocabulary gets the tokens that other programs need; a published vocabulary keeps its size.
         options |= {"eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
     return TransfoXLTokenizer.train_from_iterator(
@@ -516,15 +465,3 @@ def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> Transfo
     if strange := re.sub("[a-z_]", "", symbols):
         raise ValueError(f"text8 is small letters and spaces, but this text has {strange[0]!r}")
     return TransfoXLTokenizer.from_symbols(symbols, mode="characters")
-
-
-def stream_tokens(text: bytes, tokenizer: TransfoXLTokenizer) -> "Dataset":
-    import pyarrow as pa
-    from datasets import Dataset
-
-    # A pyarrow table, because `from_dict` would look at every token.
-    return Dataset(pa.table({"token_ids": encode_bytes(tokenizer, text)}))
-
-
-if __name__ == "__main__":
-    main()

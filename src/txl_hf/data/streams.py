@@ -17,37 +17,34 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 class TokenStream(Dataset):
     """A text cut into G = `batch_size` streams, and each stream into contiguous segments of S = `segment_length`.
 
-    Items are step-major: item `step * G + row` is segment `step` of stream `row`. Read in order in batches of G, row b
-    of one batch continues in row b of the next, so that the memory of one step belongs to the segments of the next.
-    With several processes and accumulation, micro-batch a of a step holds rows [aG/A, (a + 1)G/A) of all processes;
-    `check_loader` checks that a loader does so.
+    Item `step * G + row` is segment `step` of stream `row`. Read in order in batches of G, row b of a batch continues
+    in row b of the next, so that the memory of a step belongs to the segments of the next. With several processes and
+    accumulation see `check_loader`.
 
     An item is {"input_ids", "shift_labels"}, each (e + L,) int64; shift_labels[i] is the token after input_ids[i], so
-    that the last token of a segment predicts the first of the next one. The first e ≤ `ext_len` tokens are those
-    before the segment, read again with the label -100 (fewer where the stream has fewer). Streams follow one another
-    in the text without a gap. L = S, and the end of the text, less than one segment per stream, is not read, unless:
+    that the last token of a segment predicts the first of the next. The first e ≤ `ext_len` tokens are those before
+    the segment, read again with the label -100. Streams follow one another in the text without a gap. L = S, and the
+    end of the text, less than one segment per stream, is not read, unless:
 
     * `keep_remainder`, for evaluation: every token but the first is a label of exactly one item. The last segments are
       shorter; streams that are one token shorter than others end in the input 0 with the label -100.
     * `varlen_seed`, the original's `--varlen`: L changes from step to step, for all streams together. Less than one
       token per stream is not read. Every epoch has the lengths of the first in another order, so that all have the
-      same number of steps, on which schedules and resuming depend; see `set_epoch`.
+      same number of steps, on which schedules and resuming depend.
 
     Args:
         token_ids: N token ids: a list, an array, a CPU tensor, a memory-mapped array, a column of Arrow or of a
-            `datasets.Dataset` with one token a row, or another sequence with slices. It is read item by item, never
-            copied as a whole.
+            `datasets.Dataset` with one token a row, or another sequence with slices, which is read item by item.
         segment_length: S ≥ 1.
         batch_size: G ≥ 1, the streams of one optimiser step: rows per process × processes × accumulation steps.
-        keep_remainder: see above.
         ext_len: extended context ≥ 0. With memory it must be the model's `config.ext_len`, which keeps tokens that are
             read again out of the memory. S gives half losses (Table 6 of the paper): gradients cross 2 S tokens, of
-            which the second half has labels, each with a context of at least S.
-        varlen_seed: seed of segment lengths that vary: L is normal with deviation 5 around S, or around S / 2 in one
-            step of twenty, within [5, S + 15]; the last ends with the text. None: L = S.
-        document_end: where documents end in the text: the token that each ends with, or the places behind their last
-            tokens in ascending order. Items then have `resets`, (e + L,) bool, True where a document begins. A
-            document's first token is still a label, of the last token before it. None: the text is one document.
+            which the second half has labels.
+        varlen_seed: seed of lengths that vary: L is normal with deviation 5 around S, or around S / 2 in one step of
+            twenty, within [5, S + 15]; the last ends with the text. None: L = S.
+        document_end: the token that ends each document, or the places behind their last tokens in ascending order.
+            Items then have `resets`, (e + L,) bool, True where a document begins, whose first token is still a label
+            of the token before it. None: the text is one document.
 
     Attributes:
         steps: segments per stream and epoch.
@@ -56,7 +53,7 @@ class TokenStream(Dataset):
         documents: the token of `document_end`, or number and hash of its places; None without it.
 
     Raises:
-        ValueError: the text is not a sequence of integers, or too short for one segment per stream; a size is out of
+        ValueError: the text is no sequence of integers, or too short for one segment per stream; a size is out of
             range; or `document_end` is neither a token nor places in the text.
     """
 
@@ -113,10 +110,8 @@ class TokenStream(Dataset):
         return text_fingerprint(self.token_ids)
 
     def set_epoch(self, epoch: int):
-        """Order varying lengths as in epoch `epoch` ≥ 0; without `varlen_seed` all epochs are the same.
-
-        `Trainer` calls this at the beginning of each epoch, also of one that it resumes. So does a loader that
-        `Accelerator.prepare` returned; one from `skip_first_batches` counts from 0 again: call its `set_epoch`.
+        """Order varying lengths as in epoch `epoch` ≥ 0. `Trainer` calls this at each epoch, also one that it resumes,
+        and so does a loader of `Accelerator.prepare`; one of `skip_first_batches` counts from 0: call its `set_epoch`.
         """
         if self.varlen_seed is not None:
             lengths = self._lengths
@@ -133,7 +128,7 @@ class TokenStream(Dataset):
         return self._read(*divmod(index, self.batch_size), rows=1)[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """The items of a batch, for `DataLoader`. Consecutive rows of a step are read into one tensor."""
+        """The items of a batch, for `DataLoader`; consecutive rows of a step are read into one tensor."""
         (step, row), rows = divmod(indices[0], self.batch_size), len(indices)
         consecutive = [*indices] == list(range(indices[0], indices[0] + rows)) and row + rows <= self.batch_size
         if consecutive and 0 <= step < self.steps and type(self).__getitem__ is TokenStream.__getitem__:
@@ -198,11 +193,7 @@ class RolledStream(TokenStream):
 
 
 def as_item(tokens: Tensor, length: int) -> dict[str, Tensor]:
-    """An item of `TokenStream` from the tokens of a row and the token after them.
-
-    Args:
-        tokens: (n + 1,) int64, n ≤ length, or none. length: of the item, which behind the text holds 0 without labels.
-    """
+    """An item of `TokenStream` of so many inputs from (n + 1,) tokens, n ≤ length, or none; padded by 0 and -100."""
     inputs, labels = tokens[:-1], tokens[1:]
     behind = (0, length - len(inputs))
     return {"input_ids": F.pad(inputs, behind), "shift_labels": F.pad(labels, behind, value=-100)}
@@ -217,11 +208,7 @@ def describe_stream(stream) -> dict[str, Any]:
 def check_document_end(
     document_end: int | Sequence[int] | np.ndarray | None, text_tokens: int
 ) -> int | np.ndarray | None:
-    """`document_end` checked: a token id as an int, or places where documents end as (documents,) int64.
-
-    Raises:
-        ValueError: `document_end` is neither, or a place is outside the text.
-    """
+    """`document_end` as an int or as (documents,) int64. Raises a ValueError for neither a token nor places."""
     if document_end is None:
         return None
     if isinstance(document_end, int | np.integer) and not isinstance(document_end, bool):
@@ -250,10 +237,7 @@ def describe_document_end(document_end: int | np.ndarray | None) -> int | str | 
 
 def document_starts(token_ids, document_end: int | np.ndarray, start: int, stop: int) -> Tensor:
     """(stop - start,) bool: True for those of the tokens [start, stop) of a text that begin a document.
-
-    Args:
-        token_ids: the text. document_end: as `check_document_end` returns it.
-    """
+    `document_end` is as `check_document_end` returns it."""
     starts = np.zeros(stop - start, dtype=bool)
     if not isinstance(document_end, int):
         inside = slice(*np.searchsorted(document_end, (start, stop)))
@@ -291,15 +275,12 @@ def check_loader(
     """Raise a ValueError that names the fix unless a loader keeps the streams of its dataset together.
 
     Batch k of process p must hold the rows of micro-batch a = k mod A of step k // A, as memory carried from step to
-    step needs it: rows aG/A + pR, …, aG/A + (p + 1)R - 1 with R = G / (P A). These are the items from (kP + p)R on. No
-    item is read: the first batches of the loader's batch sampler are compared. An iterable dataset has no batch
-    sampler, so only the size of its batches is compared.
+    step needs it: rows aG/A + pR, …, aG/A + (p + 1)R - 1 with R = G / (P A), the items from (kP + p)R on. The first
+    batches of the loader's batch sampler are compared; of an iterable dataset, which has none, only their size.
 
     Args:
         loader: over a dataset with step-major items, as accelerate or Trainer prepared it, before skipping.
-        num_processes, process_index: P and p.
-        accumulation_steps: A.
-        batch_size: G. None: the dataset's `batch_size`.
+        num_processes, process_index: P and p. accumulation_steps: A. batch_size: G. None: the dataset's.
     """
     dataset: Any = loader.dataset
     if type(dataset).__name__ == "IterableDatasetShard":
@@ -344,11 +325,7 @@ def check_loader(
 
 
 def read_tokens(token_ids, start: int, stop: int) -> Tensor:
-    """Tokens [start, stop) of a text as int64, a copy.
-
-    Raises:
-        ValueError: they are not all integers.
-    """
+    """Tokens [start, stop) of a text as int64, a copy. Raises a ValueError unless all are integers."""
     tokens = _as_array(token_ids[start:stop])
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         shape = "" if tokens.ndim == 1 else f" in {tokens.ndim} dimensions"
@@ -368,67 +345,54 @@ def text_fingerprint(token_ids) -> str:
 
 
 def open_tokens(token_ids) -> Any:
-    """`ArrowTokens` for an Arrow column, also one of a `datasets.Dataset`; anything else unchanged.
-
-    A dataset searches all chunks of the column for each slice, and there are as many as its writer had batches: a
-    million in a text of a billion tokens.
-    """
+    """`ArrowTokens` for an Arrow column, also one of a `datasets.Dataset`; anything else unchanged."""
     source, name = getattr(token_ids, "source", None), getattr(token_ids, "column_name", None)
     table = getattr(source, "data", None)
     # With indices, as after `shuffle`, or a custom format, the dataset's rows are not those of its table.
     plain = getattr(source, "_indices", True) is None and getattr(source, "_format_type", None) != "custom"
     if name is not None and table is not None and plain:
-        return ArrowTokens(table.column(name), token_ids)
-    return ArrowTokens(token_ids, token_ids) if hasattr(token_ids, "num_chunks") else token_ids
+        return ArrowTokens(table, name)
+    if not hasattr(token_ids, "num_chunks"):
+        return token_ids
+    # Imported here, because `datasets` is in the extra `train`.
+    import pyarrow as pa
+    from datasets.table import InMemoryTable
+
+    return ArrowTokens(InMemoryTable(pa.table({"token_ids": token_ids})), "token_ids")
 
 
 class ArrowTokens:
-    """The integers of a `pyarrow.ChunkedArray`, read from memory or from a disk without a copy of all.
+    """The integers of a column of a `datasets` table, which is pickled by its path if it is on a disk.
 
-    Args:
-        column: N integers.
-        source: the argument of `open_tokens`, which is pickled in place of the integers.
+    A slice is found among the chunks by `fast_slice`: pyarrow and `Dataset` compare it with all of them, which are as
+    many as the writer had batches, a million in a text of a billion tokens.
 
     Raises:
         ValueError: they are not all integers.
     """
 
-    def __init__(self, column, source):
-        self._source = source
-        self._chunks = [chunk for chunk in column.chunks if len(chunk)]
-        self._ends = np.cumsum([len(chunk) for chunk in self._chunks])
+    def __init__(self, table, name: str):
+        self._table, self._name = table, name
+        column = table.column(name)
         if column.null_count or not str(column.type).removeprefix("u").startswith("int"):
             nulls = f" with {column.null_count} missing" if column.null_count else ""
             raise ValueError(f"token_ids must be one sequence of integers, but the column holds {column.type}{nulls}")
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self._chunks else 0
+        return self._table.num_rows
 
     def __getitem__(self, index: slice | int) -> Any:
         """A view or a copy of a slice, as an array; a single token as a number."""
-        if not isinstance(index, slice):
-            place = range(len(self))[index]
-            return self._read(place, place + 1)[0]
-        start, stop, step = index.indices(len(self))
-        return self._read(start, stop)[::step] if start < stop else np.zeros(0, dtype=np.int64)
-
-    def _read(self, start: int, stop: int) -> np.ndarray:
-        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
-        parts = [chunk.to_numpy(zero_copy_only=True) for chunk in self._chunks[first : last + 1]]
-        offset = int(self._ends[first - 1]) if first else 0
-        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return tokens[start - offset : stop - offset]
-
-    def __reduce__(self):
-        # Pickles `source`, because a dataset pickles the names of its files, and a column its contents.
-        return open_tokens, (self._source,)
+        places = range(len(self))[index]
+        if isinstance(places, int):
+            return self[places : places + 1][0]
+        read = self._table.fast_slice(places.start, max(0, places.stop - places.start))
+        return read.column(self._name).to_numpy()[:: places.step]
 
 
 def check_tokens(token_ids) -> None:
-    """Raise a ValueError unless the text is a sequence of at least one integer.
-
-    All items of a list or tuple are checked. Other sequences have one type for all, so one item is read.
-    """
+    """Raise a ValueError unless the text is a sequence of at least one integer. Of a list or tuple all are read; other
+    sequences have one type for all."""
     if len(token_ids) == 0:
         raise ValueError("the text is empty: token_ids holds no token")
     read_tokens(token_ids, 0, len(token_ids) if isinstance(token_ids, list | tuple) else 1)

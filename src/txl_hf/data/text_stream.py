@@ -23,30 +23,28 @@ logger = logging.get_logger(__name__)
 class TextStream(IterableDataset):
     """G = `batch_size` rows of documents, tokenised as they are read, cut into segments of S = `segment_length`.
 
-    Items are step-major, as those of `TokenStream`: {"input_ids", "shift_labels"}, each (S,) int64, and row b of one
-    step continues in row b of the next. Each document goes as a whole to the row with the fewest characters so far,
-    the first of equals. Memory holds the unread rest of a document or a few for each row. The documents of a row
-    follow one another without a gap; each ends in `eos_token` where the tokenizer has one.
+    Items are those of `TokenStream`: {"input_ids", "shift_labels"}, each (S,) int64, and row b of one step continues
+    in row b of the next. Each document goes as a whole to the row with the fewest characters so far, the first of
+    equals, and ends in `eos_token` where the tokenizer has one. Memory holds a few documents for each row.
 
     Processes share the rows by their loader, as `Trainer` and accelerate prepare it. A reading resumes bit for bit by
-    skipping steps of another from the beginning, as `Trainer` and `accelerate.skip_first_batches` do; `expect` then
-    compares the texts. (Plain `Trainer` skips within one epoch, and so needs `epochs=None`.)
+    skipping steps from the beginning, as `Trainer` and `accelerate.skip_first_batches` do; `expect` then compares the
+    texts. (Plain `Trainer` skips within one epoch, and so needs `epochs=None`.)
 
     Args:
-        texts: an iterable that can be iterated over again, or a function that returns an iterator: of strings, or of
-            mappings with a string in `column`. Each is a document.
+        texts: documents, an iterable that can be iterated over again or a function that returns an iterator: strings,
+            or mappings with a string in `column`.
         tokenizer: the model's, any of transformers.
         segment_length: S ≥ 1.
         batch_size: G ≥ 1, the rows of one optimiser step: rows per process × processes × accumulation steps.
         column: key of the text in a mapping.
         epochs: how often the texts are read; their `set_epoch` is called, if there is one. None: without end, so that
             the number of training steps decides.
-        keep_remainder: yield the last, incomplete step too: rows without tokens hold the input 0 with the label -100.
-            Otherwise the stream ends before it, and a warning gives the number of tokens left.
+        keep_remainder: yield the last, incomplete step too, in which rows without tokens hold the input 0 with the
+            label -100. Otherwise a warning gives the number of tokens left.
 
     Attributes:
-        documents_read: epoch, number and CRC-32 of the documents that the last iterator has read in that epoch, in
-            types that JSON can hold.
+        documents_read: epoch, number and CRC-32 of the documents that the last iterator has read in that epoch.
         dropped_tokens: at the end, tokens that are in no segment; 0 before the end.
 
     Raises:
@@ -105,8 +103,7 @@ class TextStream(IterableDataset):
         self._first_epoch = int(epoch)
 
     def expect(self, documents_read: Mapping[str, int]) -> None:
-        """Compare this reading with `documents_read` of another one: a ValueError, once as many are read, if they
-        differ."""
+        """Raise a ValueError, once as many are read, if the documents are not those of another `documents_read`."""
         self._expected = dict(documents_read)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -136,11 +133,8 @@ class TextStream(IterableDataset):
                 rows[row] = tokens[length:]
 
     def _end(self, steps: int, lengths: list[int]) -> None:
-        """Count the tokens behind the last whole step, and warn of them.
-
-        Args:
-            lengths: the labels that each row still has; -1 where it has not even a token.
-        """
+        """Count the tokens behind the last whole step, and warn of them. `lengths`: labels that each row still has, -1
+        where it has no token."""
         if steps == 0:
             which, found, needed = "shortest", min(lengths) + 1, self.segment_length + 1
             if self.keep_remainder:
@@ -157,23 +151,9 @@ class TextStream(IterableDataset):
                 "keep_remainder=True"
             )
 
-    def _encode(self, text: str) -> np.ndarray:
-        ids = encode_text(self.tokenizer, text)
-        end = self.tokenizer.eos_token_id
-        return ids if end is None or (len(ids) and ids[-1] == end) else np.append(ids, end)
-
     def _read_documents(self) -> Iterator[tuple[str, np.ndarray]]:
-        """The documents of all epochs, with their tokens; `documents_read` is advanced.
-
-        Raises:
-            ValueError: see `TextStream`.
-        """
-        epochs = (
-            count(self._first_epoch)
-            if self.epochs is None
-            else range(self._first_epoch, self._first_epoch + self.epochs)
-        )
-        for epoch in epochs:
+        """The documents of all epochs, with their tokens; `documents_read` is advanced."""
+        for epoch in islice(count(self._first_epoch), self.epochs):
             if hasattr(self.texts, "set_epoch"):
                 self.texts.set_epoch(epoch)
             documents = checksum = 0
@@ -184,8 +164,10 @@ class TextStream(IterableDataset):
                 documents, checksum = documents + 1, zlib.crc32(f"{text}\n".encode(errors="surrogatepass"), checksum)
                 self.documents_read = {"epoch": epoch, "documents": documents, "checksum": checksum}
                 self._compare(ended=False)
-                tokens = self._encode(text)
-                has_text = has_text or bool((tokens != self.tokenizer.eos_token_id).any())
+                tokens, end = encode_text(self.tokenizer, text), self.tokenizer.eos_token_id
+                if end is not None and (len(tokens) == 0 or tokens[-1] != end):
+                    tokens = np.append(tokens, end)
+                has_text = has_text or bool((tokens != end).any())
                 yield text, tokens
             self._compare(ended=True)
             if documents == 0:
@@ -194,7 +176,7 @@ class TextStream(IterableDataset):
                 raise ValueError(f"texts has no text: the tokenizer makes no token of its {documents} document(s)")
 
     def _compare(self, ended: bool) -> None:
-        """Compare the documents read with those of `expect`, once there are as many. Raises a ValueError."""
+        """Compare the documents read with those of `expect`, once there are as many."""
         expected, found = self._expected, self.documents_read
         if expected is None or expected["epoch"] != found["epoch"] or not expected["documents"]:
             return

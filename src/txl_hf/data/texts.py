@@ -31,23 +31,9 @@ PASSED, UNKNOWN = "characters_without_token", "characters_unknown"
 LINE_FEED = 10
 
 
-# --- ids -------------------------------------------------------------------------------------------------------------
-
-
 def encode_lines(tokenizer: PreTrainedTokenizerBase, lines: Iterable[str]) -> np.ndarray:
-    """The ids of lines, one after the other; with `eos_token` after each line if `ends_lines` is True.
-
-    Args:
-        tokenizer: a `TransfoXLTokenizer`, or any other of transformers.
-        lines: the lines, each with its end. Each is tokenised by itself: a tokenizer that puts a space before a text
-            puts one before each line.
-
-    Returns:
-        (N,) int64.
-
-    Raises:
-        ValueError: `lines` is one string.
-    """
+    """The ids of lines, (N,) int64, with `eos_token` after each line if `ends_lines` is True. Each line, with its end,
+    is tokenised by itself: a tokenizer that puts a space before a text puts one before each line."""
     if getattr(tokenizer, "mode", None) is not None and hasattr(tokenizer, "encode_lines"):
         return tokenizer.encode_lines(lines, ends_lines(tokenizer))
     check_lines(lines)
@@ -64,8 +50,8 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
 
 
 def reads_streams(tokenizer: Any) -> bool:
-    """Whether `encode_bytes` reads files for this tokenizer: its vocabulary has bytes except the line feed and no
-    unknown token, as those of enwik8 and text8.
+    """Whether `encode_bytes` reads files for this tokenizer: its symbols are bytes without the line feed, and it has
+    no unknown token, as those of enwik8 and text8.
     """
     mode = getattr(tokenizer, "mode", None)
     if mode not in ("bytes", "characters") or tokenizer.unk_token is not None:
@@ -78,20 +64,13 @@ def reads_streams(tokenizer: Any) -> bool:
 
 
 def encode_bytes(tokenizer: TransfoXLTokenizer, text: bytes) -> np.ndarray:
-    """The ids of a stream of bytes without its line feeds, as the originals read enwik8 and text8.
-
-    Returns:
-        (N,) int32.
-
-    Raises:
-        ValueError: a byte is not in the vocabulary.
-    """
+    """The ids of a stream of bytes without its line feeds, as the originals read enwik8 and text8: (N,) int32. Raises
+    a ValueError for a byte that is not in the vocabulary."""
     specials = set(tokenizer.all_special_tokens)
     ids = {symbol: index for index, symbol in enumerate(tokenizer.symbols) if symbol not in specials}
     symbols = map(str, range(256))
     if tokenizer.mode == "characters":
-        # The tokenizer normalises a text before it looks symbols up (a space of text8 becomes `_`, letters may become
-        # lower case), so each byte is normalised likewise.
+        # Each byte is normalised as the tokenizer normalises a text: a space of text8 becomes `_`.
         normalizer = tokenizer.backend_tokenizer.normalizer
         symbols = map(chr if normalizer is None else lambda byte: normalizer.normalize_str(chr(byte)), range(128))
     table = np.full(256, -1, dtype=np.int32)
@@ -109,14 +88,10 @@ def encode_bytes(tokenizer: TransfoXLTokenizer, text: bytes) -> np.ndarray:
 
 
 def document_end_token(tokenizer: Any, token: str) -> int:
-    """The id of the token that ends each document; the tokenizer is one of transformers or of MidiTok.
-
-    Raises:
-        ValueError: it is not in the vocabulary.
-    """
+    """The id of the token that ends each document. Raises a ValueError if it is not in the vocabulary."""
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else tokenizer.vocab
     if getattr(tokenizer, "mode", None) == "bytes":
-        # The token may be given as in the vocabulary, by the byte's number ("10"), or as the character itself.
+        # The token may be given by the byte's number, as in the vocabulary ("10"), or as the character itself.
         vocabulary = {symbol: index for index, symbol in enumerate(tokenizer.symbols)}
         vocabulary |= {chr(byte): vocabulary[str(byte)] for byte in range(128) if str(byte) in vocabulary} | vocabulary
     if token not in vocabulary:
@@ -125,14 +100,9 @@ def document_end_token(tokenizer: Any, token: str) -> int:
     return vocabulary[token]
 
 
-# --- folders and files -----------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class TokenisedText:
-    """A tokenised text; `words` and `characters` are the counts of the whole, None where they are not known, or where
-    more than a thousandth have no token or the unknown one (see `whole`).
-    """
+    """A tokenised text; `words` and `characters` are counts of the whole, None where they are not known (`whole`)."""
 
     token_ids: Any
     tokenizer: Any
@@ -160,22 +130,12 @@ def read_prepared(folder: Path, split: str) -> TokenisedText:
     dataset = load_splits(folder)[split]
     if EVENTS in dataset.column_names:
         raise ValueError(f"{folder} has compound tokens, which are no one text: see examples/music/compound.py")
-    return TokenisedText(
-        token_ids=dataset.with_format("numpy")["token_ids"],
-        tokenizer=tokenizer,
-        corpus=corpus,
-        words=words,
-        characters=characters,
-    )
+    return TokenisedText(dataset.with_format("numpy")["token_ids"], tokenizer, corpus, words, characters)
 
 
 def load_splits(folder: Path) -> "DatasetDict":
-    """The splits of a folder as `datasets` wrote them; token ids stay on the disk.
-
-    Raises:
-        ValueError: a split has no rows, or a file is damaged.
-        FileNotFoundError: a file is not there.
-    """
+    """The splits of a folder as `datasets` wrote them; token ids stay on the disk. Raises a ValueError for a split
+    without rows and for a damaged file."""
     # `datasets` is in an extra, which a text file does not need.
     from datasets import load_from_disk
 
@@ -226,14 +186,8 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
 
 
 def read_document_end(folder: Path, tokenizer: Any, given: str | None) -> int | None:
-    """The token that ends each document of a folder of `txl-prepare`; None where it is one text.
-
-    Args:
-        given: the value of `--document_end`: a token in place of the one in the folder, or "none"; None without it.
-
-    Raises:
-        ValueError: the token is not in the vocabulary, or `corpus.json` is damaged.
-    """
+    """The token that ends each document of a folder of `txl-prepare`; None where it is one text. `given`, the value of
+    `--document_end`, is a token in place of the one in the folder, or "none"; None without it."""
     if given is not None:
         return None if given == "none" else document_end_token(tokenizer, given)
     if not (path := folder / INFORMATION).is_file():
@@ -245,15 +199,9 @@ def read_document_end(folder: Path, tokenizer: Any, given: str | None) -> int | 
     return found
 
 
-# --- characters ------------------------------------------------------------------------------------------------------
-
-
 def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, int]:
-    """Counts of the characters without a token and with the unknown one, if any, for `corpus.json`, and on stderr.
-
-    Args:
-        text: name of the text in the message.
-    """
+    """Counts of the characters without a token and with the unknown one, if any, for `corpus.json`, and on stderr,
+    where `text` names the text."""
     passed, unknown = characters_without_tokens(tokenizer, lines)
     if passed:
         often = ", ".join(f"{char!r} ({count:,})" for char, count in passed.most_common(6))
@@ -272,18 +220,12 @@ def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, i
 
 
 def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Counter[str], int]:
-    """The characters of lines that have no token of their own.
+    """The characters of lines that have no token of their own: how often each occurs that no token covers, and how
+    many the unknown token stands for, where the text does not spell it.
 
     Not counted are white space and invisible characters; a character that has a token by itself and was joined to
     others, as an accent is; anything of a `TransfoXLTokenizer` without `unk_token`, which refuses what it lacks; and
     anything of a tokenizer in Python, which has no offsets.
-
-    Args:
-        lines: as for `encode_lines`.
-
-    Returns:
-        how often each character occurs that no token covers (without `unk_token` a tokenizer may skip it in silence),
-        and how many characters `unk_token` stands for, where the text does not spell it.
     """
     passed: Counter[str] = Counter()
     unknown, refuses = 0, getattr(tokenizer, "mode", None) is not None
@@ -302,15 +244,11 @@ def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Cou
                 end = max(end, stop)
             if not refuses:
                 passed.update(line[end:])
-    seen = {char: count for char, count in passed.items() if not _is_passed_over(tokenizer, char)}
-    return Counter(seen), unknown
-
-
-def _is_passed_over(tokenizer: Any, char: str) -> bool:
-    """Whether a character between tokens is white space, invisible, or has a token by itself."""
-    if char.isspace() or unicodedata.category(char) in ("Cc", "Cf"):
-        return True
-    return bool(tokenizer(char, add_special_tokens=False)["input_ids"])
+    for char in list(passed):
+        invisible = char.isspace() or unicodedata.category(char) in ("Cc", "Cf")
+        if invisible or tokenizer(char, add_special_tokens=False)["input_ids"]:
+            del passed[char]
+    return passed, unknown
 
 
 def whole(counts: Mapping[str, int]) -> tuple[int | None, int | None]:

@@ -80,14 +80,13 @@ def write_model_card(
     """Write a card for the Hub: the model's task and size, and the code that loads it.
 
     Args:
-        path: path of the card; an existing file is replaced.
-        model: its configuration and its head are described.
+        path: of the card; an existing file is replaced.
         repository: the name under which it will be loaded; by default that of the folder.
-        tags: tags beside those of the architecture.
+        tags: beside those of the architecture.
         origin, training: Markdown on where the weights come from, and lines on the training for the end.
         tokenizer: whether a tokenizer is beside the card; by default the folder is searched.
-        data: more of `huggingface_hub.ModelCardData`: language, license, datasets, eval_results, … `base_model` is by
-            default the name on the Hub that the model was loaded from.
+        data: more of `huggingface_hub.ModelCardData`; `base_model` is by default the name on the Hub that the model
+            was loaded from.
     """
     name, auto_class = repository or name_of(path.parent), type(model)._auto_class or "AutoModel"
     known: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": TASKS.get(auto_class)}
@@ -129,12 +128,8 @@ def plain_markdown(text: str) -> str:
 
 
 def to_results(figures: Mapping[str, Mapping[str, Any]], dataset: str) -> list[EvalResult]:
-    """The figures of one or more splits of a data set.
-
-    Args:
-        figures: for each split `perplexity` and `bits_per_token`, and the lengths of its evaluation.
-        dataset: the data set's name.
-    """
+    """The figures of a data set: for each split `perplexity` and `bits_per_token`, and the lengths of its
+    evaluation."""
     return [
         EvalResult(
             task_type="text-generation",

@@ -24,14 +24,12 @@ class ContinuousCache:
 
         p = (1 - λ) p_model + λ p_cache,    p_cache(w) ∝ Σ exp(θ hₜ·hᵢ) over i in [t - size, t) whose next token is w
 
-    (equations 2 to 4 and 6). Nothing is learned, and the weights stay as they are. The first token of a text has the
-    model's probability, because there is no state before it. Only the probabilities of the targets are computed, by
-    one product of a segment's states with those before.
+    (equations 2 to 4 and 6). Nothing is learned. The first token of a text has the model's probability, because there
+    is no state before it.
 
     Args:
-        size: ≥ 1, the number of past positions in the cache. It may be far longer than the memory, because a position
-            costs one state.
-        weight: λ in [0, 1).
+        size: ≥ 1, the number of past positions in the cache, perhaps far more than in the memory: each costs one
+        state. weight: λ in [0, 1).
         temperature: θ ≥ 0; it multiplies. With 0, p_cache is the share that a token had of the last `size`.
 
     Raises:
@@ -60,7 +58,7 @@ class ContinuousCache:
             with ContinuousCache(500, 0.1, 1.0).processor(model) as processor:
                 model.generate(prompt, logits_processor=[processor])
 
-        A hook on the model collects the states, so that nothing else may call the model while `generate` runs.
+        A hook collects the states, so that nothing else may call the model meanwhile.
         """
         processor = CacheLogitsProcessor(self, model)
         try:
@@ -76,11 +74,8 @@ class ContinuousCache:
 
 
 class History:
-    """The last states of B streams that are read side by side, with the tokens that followed them.
-
-    Several caches share these states, which costs little more than one cache if sizes and temperatures are the same.
-    None is no cache: the losses are the model's.
-    """
+    """The last states of B streams that are read side by side, with the tokens that followed them, for several caches.
+    None among these is no cache: the losses are the model's."""
 
     def __init__(self, caches: Sequence[ContinuousCache | None]):
         self._caches = caches
@@ -89,11 +84,8 @@ class History:
         self._tokens: Tensor | None = None
 
     def mix(self, segment: Segment, hidden_states: Tensor, losses: Tensor) -> list[Tensor]:
-        """For each cache the (B, L) losses of the mixture, 0 where unscored; appends the segment.
-
-        Args:
-            hidden_states: (B, L, D), the states that predict the targets. losses: (B, L) fp32, the model's.
-        """
+        """For each cache the (B, L) losses of the mixture, 0 where unscored, from (B, L, D) states that predict the
+        targets and (B, L) fp32 losses of the model; appends the segment."""
         if self._size == 0:
             return [losses] * len(self._caches)
         states, labels = hidden_states.float(), segment.labels.to(hidden_states.device)
@@ -133,8 +125,7 @@ def _log_cache(scores: Tensor, followed: Tensor, finite: Tensor, size: int) -> T
 
     Args:
         scores: (B, L, n + L), of the L queries with the n positions before them and with one another.
-        followed: the same shape, bool: whether the position was followed by the query's target.
-        finite: (B, n + L) bool, the positions with finite states.
+        followed: the same shape, bool: whether the query's target followed. finite: (B, n + L) bool, of the states.
     """
     length, before = scores.shape[1], scores.shape[2] - scores.shape[1]
     # Query l is position n + l, and its cache holds positions n + l - size to n + l - 1.
@@ -148,9 +139,8 @@ class CacheLogitsProcessor(LogitsProcessor):
     """Mixes the scores of `generate` with a cache; `ContinuousCache.processor` makes it.
 
     It supports greedy search and sampling from `input_ids`, in one call of `generate` at a time. A text that begins
-    with the last one continues it, as the next turn of a dialogue does; any other is a new text. Positions that
-    `attention_mask` hides, or whose next token it hides, are left out. A token that an earlier processor has set to
-    -inf stays there.
+    with the last one continues it; any other is a new text. Positions that `attention_mask` hides, or whose next token
+    it hides, are left out. A token that an earlier processor has set to -inf stays there.
     """
 
     def __init__(self, cache: ContinuousCache, model: TransfoXLForCausalLM):
@@ -172,7 +162,7 @@ class CacheLogitsProcessor(LogitsProcessor):
         self._new: Tensor | None = None
         self._count, self._mask = 0, None
 
-    # Not compiled, because a compiled forward would keep tensors in the memory of its graph.
+    # A compiled forward would keep tensors in the memory of its graph.
     @torch.compiler.disable
     def _remember(self, transformer: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any):
         self._mask = kwargs.get("attention_mask")
@@ -184,16 +174,9 @@ class CacheLogitsProcessor(LogitsProcessor):
         self._new = states[:, -self._cache.size - 1 :]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """
-        Args:
-            input_ids: (B, n), the text so far. scores: (B, V), of its next token.
-
-        Returns:
-            (B, V) log-probabilities of the mixture; -inf where `scores` are.
-
-        Raises:
-            RuntimeError: the model has not computed one state for each token of the text or of its continuation.
-        """
+        """(B, V) log-probabilities of the mixture, -inf where `scores` are, for the next token of a text, (B, n).
+        Raises a RuntimeError unless the model has computed one state for each token of the text or of its
+        continuation."""
         states, finite = _finite(self._states_of(input_ids))
         log_model = scores.log_softmax(-1)
         looked_at = finite[:, :-1] & finite[:, 1:]

@@ -26,15 +26,13 @@ class Diverged(ValueError):
 class DynamicEvaluation:
     """Weights θ that follow a text: each segment is scored, and then θ takes a gradient step on it.
 
-    With g the gradient of the segment's mean loss and θ₀ the weights at the beginning of the text, all streams and
-    processes together:
+    With g the gradient of the segment's mean loss, over all streams and processes, and θ₀ the weights as they began:
 
         θ ← θ - η g + λ (θ₀ - θ),    or with statistics    θ ← θ - η g / (√S + ε) + min(λ √S, 1) (θ₀ - θ),
 
-    where S = Σ g² over the segments of a training text, element by element. The step on a segment needs its losses,
-    so no token influences its own or an earlier one. Tokens of a warm-up have steps too. Dropout is off. The memory
-    keeps the states that earlier weights computed, as in the original. A model must not be evaluated dynamically in
-    two threads at once.
+    where S = Σ g² over the segments of a training text, element by element. No token influences its own loss or an
+    earlier one. Tokens of a warm-up have steps too. Dropout is off. The memory keeps the states that earlier weights
+    computed, as in the original. A model must not be evaluated dynamically in two threads at once.
 
     Settings of the authors for the published models, with segments of 128 tokens, one stream, and as statistics 1/5000
     of the training text: WikiText-103 η = 2e-6, λ = 0, ε = 1e-5; enwik8 η = 1.2e-5, λ = 24, ε = 1e-4; text8
@@ -47,17 +45,17 @@ class DynamicEvaluation:
         epsilon: ε > 0; unused without statistics. Elements with an S near 0 move by plain gradient descent at the rate
             η / ε, which must stay near a rate that works without statistics: 0.1 was the best on Penn Treebank, 1
             worse than no steps, and η = 1e-3 with the default ε is 100, and diverges. The settings above have 0.12 to
-            0.2; those of 2018, for LSTMs, are η = 2e-3, ε = 1e-3.
-        statistics: token ids of a training text, some hundred segments of it, read with the same lengths and streams
-            as the text; or a `GradientStatistics`, computed once for several readings. None: plain gradient descent.
+            0.2.
+        statistics: token ids of a training text, some hundred segments, read with the lengths and streams of the text;
+            or a `GradientStatistics`, computed once for several readings. None: plain gradient descent.
         parameters: a regular expression found in the names of the parameters that follow, among those that require a
             gradient: r"layers\\.(9|1[0-1])\\." for the last quarter of twelve layers, "lora" for an adapter. A tied
             one goes by each of its names. None: all that require a gradient.
 
     Raises:
         ValueError: a number is out of range or no number, `parameters` is no regular expression, or `statistics` no
-            text. An evaluation raises one too if the weights diverge (`Diverged`), in float16, which loses small
-            gradients, and for a model from `quantize_dynamic`, which has none.
+            text. An evaluation raises one too if the weights diverge (`Diverged`), in float16, and for a model from
+            `quantize_dynamic`.
     """
 
     learning_rate: float
@@ -110,18 +108,17 @@ class DynamicEvaluation:
             with DynamicEvaluation(1e-3).adapted_to(model, prompt[0], segment_length=64):
                 model.generate(prompt)
 
-        Its weights are restored at the end, bit for bit, also after an error. Until then the model belongs to this
-        call: adaptations of one model may be nested, but must not overlap otherwise, in threads or asyncio tasks.
+        Its weights are restored at the end, bit for bit, also after an error. Until then adaptations of one model may
+        be nested, but must not overlap otherwise, in threads or asyncio tasks.
 
         Args:
             model, token_ids, segment_length, memory_length, progress: see `evaluate_language_model`.
 
         Raises:
-            ValueError: see `evaluate_language_model`.
-            Diverged: a loss, or a logit after the text, is not finite.
+            ValueError: see `evaluate_language_model`. Diverged: a loss, or a logit after the text, is not finite.
         """
         if isinstance(token_ids, Tensor):
-            # Moved to the CPU, because a prompt of `generate` is on the model's device.
+            # A prompt of `generate` is on the model's device.
             token_ids = token_ids.cpu()
         text = Text(model, token_ids, Reading(segment_length, memory_length, progress=progress))
         with adapting(model, self, text) as adaptation:
@@ -139,7 +136,7 @@ class GradientStatistics:
 
     They are valid for the weights that they were computed with; only names and shapes are checked. A text that is read
     with other lengths or streams, or with documents where the training text had none, is refused, because its
-    gradients are of another size. They take as much memory as the weights; those of half precision are kept in fp32.
+    gradients are of another size. They take as much memory as the weights, in fp32 those of half precision.
 
     Args:
         roots: √S of each parameter, by its name and in its shape.
@@ -166,11 +163,8 @@ class GradientStatistics:
         """Statistics of a training text, read with the lengths and streams of the later readings.
 
         Args:
-            model, token_ids, …, settings: as in `evaluate_language_model`. The weights do not change.
+            model, token_ids, …, settings: as in `evaluate_language_model`, whose errors are raised.
             parameters: as in `DynamicEvaluation`. None: statistics of all, which serve any.
-
-        Raises:
-            ValueError: as `evaluate_language_model`.
         """
         text = Text(model, token_ids, Reading(segment_length, memory_length, batch_size, **settings))
         with following(model):
@@ -182,10 +176,7 @@ class GradientStatistics:
         return self.tokens
 
     def check(self, protocol: dict[str, int | bool | None]):
-        """
-        Raises:
-            ValueError: the settings of a reading differ from those of the training text; the message names them.
-        """
+        """Raise a ValueError if the settings of a reading differ from those of the training text."""
         if differ := [name for name, value in protocol.items() if self.protocol.get(name) != value]:
             both = (self.protocol, protocol)
             taken, read = (", ".join(f"{name}={each.get(name)}" for name in differ) for each in both)
@@ -212,11 +203,8 @@ class Adaptation:
         self._roots: list[Tensor] | None = None
 
     def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
-        """As `Reader.losses`. The parameters have stepped on a segment before it is yielded.
-
-        Raises:
-            Diverged: a loss is not finite, in any process; all of them raise it.
-        """
+        """As `Reader.losses`. The parameters have stepped on a segment before it is yielded. All processes raise
+        `Diverged` if a loss is not finite in one."""
         for segment, hidden_states, losses in self._read(text):
             is_first = segment.begin == 0
             self._check_finite(losses, f"no finite loss in the segment at token {segment.begin} of the text", is_first)
@@ -225,14 +213,8 @@ class Adaptation:
             yield segment, hidden_states.detach(), losses.detach().masked_fill(unscored, 0)
 
     def check_last_step(self, token: Tensor):
-        """Raise an error if logits are not finite after the last step, because no later loss shows it.
-
-        Args:
-            token: (1, 1), any token.
-
-        Raises:
-            Diverged: the log-probabilities of the next token are not finite.
-        """
+        """Raise `Diverged` if the logits behind any token, (1, 1), are not finite after the last step, which no later
+        loss shows."""
         with evaluating(self._model), torch.no_grad():
             logits = self._model(token.to(device_of(self._model)), use_cache=False).logits
         self._check_finite(logits, "no finite logits after the last segment of the text")
@@ -249,11 +231,7 @@ class Adaptation:
         raise Diverged(f"{problem}: with learning_rate={rate:g} the weights have diverged, so give {instead}")
 
     def collect(self, text: Text) -> dict[str, Tensor]:
-        """√S of each parameter by its name, from a text.
-
-        Raises:
-            ValueError: a loss is not finite, in any process.
-        """
+        """√S of each parameter by its name, from a text. Raises a ValueError for a loss that is not finite."""
         squares = [torch.zeros_like(weight) for weight in self._weights]
         with tqdm(total=text.share_tokens, unit="token", desc="statistics", disable=not text.reading.progress) as bar:
             for segment, _, losses in self._read(text):
@@ -265,11 +243,7 @@ class Adaptation:
         return dict(zip(self._names, (square.sqrt_() for square in squares), strict=True))
 
     def take(self, roots: dict[str, Tensor]):
-        """Use these statistics in the steps that follow.
-
-        Raises:
-            ValueError: they lack one of the parameters, or have another shape for it.
-        """
+        """Use these statistics from now on. Raises a ValueError if they lack a parameter or its shape."""
         self._roots = []
         for name, weight in zip(self._names, self._weights, strict=True):
             root = roots.get(name)
@@ -332,11 +306,8 @@ class Adaptation:
 
 
 def _check_gradients(model: TransfoXLForCausalLM, accelerator: Any) -> None:
-    """Refuse a model whose gradients PyTorch would compute wrong or incomplete without an error.
-
-    Raises:
-        ValueError: it computes in float16, has layers of `quantize_dynamic`, or is sharded.
-    """
+    """Raise a ValueError for a model whose gradients PyTorch would compute wrong or incomplete without an error: in
+    float16, with layers of `quantize_dynamic`, or sharded."""
     halves = any(parameter.dtype == torch.float16 for parameter in model.parameters())
     if halves or (accelerator is not None and accelerator.mixed_precision == "fp16"):
         raise ValueError("dynamic evaluation loses small gradients in float16: take bfloat16 or float32")
@@ -355,12 +326,8 @@ def _check_gradients(model: TransfoXLForCausalLM, accelerator: Any) -> None:
 
 @contextmanager
 def adapting(model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, text: Text) -> Iterator[Adaptation]:
-    """An `Adaptation` with its statistics; the weights are restored at the end, also after an error.
-
-    Args:
-        model: see `evaluate_language_model`. dynamic: how its weights follow the text.
-        text: the text to read. Statistics are taken with its lengths and streams.
-    """
+    """An `Adaptation` to a text, with statistics that are taken with its lengths and streams; the weights are restored
+    at the end, also after an error."""
     with following(model):
         adaptation = Adaptation(model, dynamic, text.reading)
     try:
@@ -393,18 +360,15 @@ def _protocol(text: Text) -> dict[str, int | bool | None]:
 
 @contextmanager
 def following(model: TransfoXLForCausalLM) -> Iterator[None]:
-    """Evaluation mode with gradients, whatever mode of PyTorch the caller is in. Enter it around the loop over a
-    generator, which runs in the modes of its caller."""
+    """Evaluation mode with gradients, whatever mode of PyTorch the caller is in: around the loop over a generator,
+    which runs in the modes of its caller."""
     with evaluating(model), torch.inference_mode(False), torch.enable_grad():
         yield
 
 
 def parameters_of(model: TransfoXLForCausalLM, pattern: str | None) -> dict[str, nn.Parameter]:
-    """The parameters that a pattern chooses, each once, by its first name, however many modules share it.
-
-    Raises:
-        ValueError: there is none, or one is offloaded between calls.
-    """
+    """The parameters that a pattern chooses, each once, by its first name. Raises a ValueError if there is none, or
+    one is offloaded between calls."""
     named = model.named_parameters(remove_duplicate=False)
     trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
     if not trainable:

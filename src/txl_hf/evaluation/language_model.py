@@ -58,27 +58,14 @@ class LanguageModelEvaluation:
         return bits(self.nll)
 
     def perplexity_per_word(self, words: int) -> float:
-        """Perplexity per word, which compares models whose tokens are not the same.
-
-        Args:
-            words: the number of words of the whole text. Tokens that were read and not scored are assumed to have the
-                mean loss.
-
-        Raises:
-            ValueError: `words` is no positive integer.
-        """
+        """Perplexity per word, which compares models whose tokens are not the same, from the number of words of the
+        whole text. Tokens that were read and not scored are assumed to have the mean loss. Raises a ValueError unless
+        `words` is a positive integer."""
         check_sizes(words=words)
         return perplexity(self.nll * self.text_tokens / words)
 
     def bits_per_character(self, characters: int) -> float:
-        """Bits per character of a model whose tokens are not characters.
-
-        Args:
-            characters: how many characters (or bytes) the whole text has, as `words` of `perplexity_per_word`.
-
-        Raises:
-            ValueError: `characters` is no positive integer.
-        """
+        """Bits per character, from the number of characters (or bytes) of the whole text, as `perplexity_per_word`."""
         check_sizes(characters=characters)
         return self.bits_per_token * self.text_tokens / characters
 
@@ -122,17 +109,15 @@ def evaluate_language_model(
     of each stream is scored exactly once. Each stream starts without history, so that more streams are faster and
     score a little worse.
 
-    The memory is kept as projected keys and values. A model with `ext_len` reads the `ext_len` tokens before each
-    segment again, as in its training, and keeps its memory as hidden states. With `segment_length=1`,
-    `memory_length=0`, `ext_len = n - 1` and `same_length=False` that is the vanilla protocol, which the paper's
-    evaluation speed is measured against (section 4.5): a sliding window of n tokens, computed anew for every token.
+    The memory is projected keys and values; with `ext_len`, hidden states, and the `ext_len` tokens before each
+    segment are read again. With `segment_length=1`, `memory_length=0`, `ext_len = n - 1` and `same_length=False` that
+    is the vanilla protocol of the paper's section 4.5: a sliding window of n tokens, computed anew for every token.
 
     Args:
         model: on any device, in any mode, which is restored at the end, also after an error. Nothing is written to a
-            model that is in evaluation mode, so that threads can share it, each with settings of its own; they must
-            not share one that is in training mode or that one of them evaluates with `dynamic`.
-            On a GPU a CUDA graph reads segments of one shape: PyTorch raises an error in a thread that draws random
-            numbers there while a capture begins.
+            model in evaluation mode, so that threads can share it, but not with `dynamic`. On a GPU a CUDA graph reads
+            segments of one shape: PyTorch raises an error in a thread that draws random numbers there while a capture
+            begins.
         token_ids: N token ids, N > batch_size: a list, an array, a CPU tensor, a memory-mapped array or another
             sequence with slices.
         segment_length: L ≥ 1, tokens scored in one pass and stream.
@@ -142,14 +127,14 @@ def evaluate_language_model(
             `dynamic` and `cache` learn from them.
         ext_len, clamp_len, same_length: as in the configuration. None: the model's.
         dynamic: let the weights follow the text. They are restored at the end, bit for bit, also after an error; until
-            then the model belongs to this call alone. The memory is kept as hidden states.
-        cache: mix the model's probabilities with those of the tokens that followed similar states earlier in the
-            stream. The weights of `dynamic` follow the model's own loss.
-        document_end: where documents end in the text, as in `TokenStream`: nothing before a document is seen from
-            within it. Its first token is scored after the last one before it. What `dynamic` and `cache` have learned
-            stays. None: the text is one.
-        accelerator: an `accelerate.Accelerator` whose processes share the streams out among them. All must call this,
-            and all get the result of the whole text. None: this process reads all streams.
+            then the model belongs to this call alone. The memory is hidden states.
+        cache: mix in the tokens that followed similar states earlier in the stream. The weights of `dynamic` follow
+            the model's own loss.
+        document_end: where documents end, as in `TokenStream`: nothing before a document is seen from within it. Its
+            first token is scored after the last one before it. What `dynamic` and `cache` have learned stays. None:
+            the text is one.
+        accelerator: an `accelerate.Accelerator` whose processes share the streams. All must call this, and all get the
+            result of the whole text. None: this process reads all streams.
         progress: show a progress bar, of this process's streams.
         memory: memory before the first segment: `mems` and `mems_mask`, or `past_key_values`, with a row for each
             stream of this process, as `txl_hf.load_memory` returns; of `mems` the last `memory_length` states. The
@@ -177,9 +162,13 @@ def evaluate_caches(
     text = Text(model, token_ids, reading)
     reading = text.reading
     with _losses(model, text, dynamic, caches) as losses:
-        # The sums stay on the device until the text is read, so that the host never waits for the device.
+        # On the device until the text is read, so that the host never waits for it.
         totals = sum(
-            (torch.stack([_sum(part) for part in parts]) for parts in losses),
+            # On the CPU for Apple's GPUs, which have no fp64.
+            (
+                torch.stack([(part.cpu() if part.is_mps else part).double().sum() for part in parts])
+                for parts in losses
+            ),
             start=torch.zeros((), dtype=torch.float64),
         )
         if reading.accelerator is not None:
@@ -199,11 +188,6 @@ def evaluate_caches(
     ]
 
 
-def _sum(losses: Tensor) -> Tensor:
-    """The sum in fp64, computed on the CPU for Apple's GPUs, which do not have fp64."""
-    return (losses.cpu() if losses.device.type == "mps" else losses).double().sum()
-
-
 def token_losses(
     model: TransfoXLForCausalLM,
     token_ids,
@@ -215,23 +199,18 @@ def token_losses(
     cache: ContinuousCache | None = None,
     **settings: Any,
 ) -> Tensor:
-    """The loss of each token of a text; `evaluate_language_model` returns their mean.
-
-    Args:
-        model, token_ids, …, settings: all as in `evaluate_language_model`.
+    """The loss of each token of a text; arguments and errors are those of `evaluate_language_model`, which returns
+    their mean.
 
     Returns:
-        (n,) fp32 on the CPU: the negative log-likelihoods in nats of the n scored tokens, in text order. These are all
-        tokens but the first `max(warm_up, 1)` of each of the `batch_size` streams, which `numpy.array_split` cuts
-        alike: `token_ids[1:]` with one stream and no warm-up. Every process gets the whole.
-
-    Raises:
-        ValueError: as `evaluate_language_model`.
+        (n,) fp32 on the CPU, in every process: the negative log-likelihoods in nats of the n scored tokens, in text
+        order: all but the first `max(warm_up, 1)` of each of the `batch_size` streams, which `numpy.array_split` cuts
+        alike. With one stream and no warm-up they are those of `token_ids[1:]`.
     """
     text = Text(model, token_ids, Reading(segment_length, memory_length, batch_size, **settings))
     accelerator = text.reading.accelerator
     with _losses(model, text, dynamic, [cache]) as losses:
-        # The losses stay on the device until the text is read, so that the host never waits for the device.
+        # On the device until the text is read, so that the host never waits for it.
         result = text.in_order(torch.cat([part for (part,) in losses], dim=1).cpu())
         return result if accelerator is None else accelerator.reduce(result.to(device_of(model)), "sum").cpu()
 

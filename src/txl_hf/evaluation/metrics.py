@@ -33,11 +33,9 @@ class LanguageModelMetric(evaluate.Metric):
         return evaluate.MetricInfo(description=type(self).__doc__, citation="", features=features)
 
     def add_batch(self, *, nll, tokens) -> None:
-        """Add entries: their summed negative log-likelihoods in nats, (B,), and their numbers of tokens, (B,).
-
-        Raises:
-            ValueError: these are not one number an entry each, or tokens are not the number of tokens in the nll.
-        """
+        """Add entries: their summed negative log-likelihoods in nats, (B,), and their numbers of tokens, (B,). Raises
+        a ValueError unless these are one number an entry each, and `tokens` is 0 or more, and 0 only where `nll`
+        is."""
         nll, tokens = (torch.as_tensor(values).detach().cpu() for values in (nll, tokens))
         if nll.ndim != 1 or nll.shape != tokens.shape or len(nll) == 0:
             raise ValueError(

@@ -13,14 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..data.streams import (
-    check_document_end,
-    check_sizes,
-    check_tokens,
-    document_starts,
-    open_tokens,
-    read_tokens,
-)
+from ..data.streams import check_document_end, check_sizes, check_tokens, document_starts, open_tokens, read_tokens
 from ..kernels.captured import SegmentsAlike
 from ..memories import latest_states, memory_of
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME
@@ -30,8 +23,7 @@ from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
 # Tokens of the text, and losses, that are copied between the host and a device at once.
 TOKENS_MOVED = 2**20
-# The softmax reads all of its tables, hundreds of MB for a large vocabulary, however few tokens it scores, so several
-# short segments are scored together.
+# Short segments are scored together, because the softmax reads all of its tables, up to hundreds of MB, each time.
 TOKENS_AT_ONCE = 1024
 # The settings that reproduce a figure; `txl-train` saves them beside its figures.
 LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
@@ -39,11 +31,7 @@ LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_leng
 
 @dataclass(frozen=True)
 class Reading:
-    """The settings of a reading: arguments of `evaluate_language_model` without model, text, `dynamic` and `cache`.
-
-    Raises:
-        ValueError: a size is out of range.
-    """
+    """Arguments of `evaluate_language_model` except model, text, `dynamic` and `cache`, whose sizes are checked."""
 
     segment_length: int
     memory_length: int | None = None
@@ -62,12 +50,8 @@ class Reading:
         check_sizes(least=0, warm_up=self.warm_up)
 
     def of(self, config: TransfoXLConfig) -> "Reading":
-        """The same reading with the configuration's lengths in place of None.
-
-        Raises:
-            ValueError: a length is out of range, or the model's positions allow no memory, no documents or no segments
-                of this length.
-        """
+        """The same reading with the configuration's lengths in place of None. Raises a ValueError for a length out of
+        range, and for memory, documents or segments that the model's positions do not allow."""
         filled = self.lengths.of(config)
         given = f"segment_length={self.segment_length} with ext_len={filled.ext_len}"
         config.positions.check_segment(self.segment_length + filled.ext_len, config, given)
@@ -92,11 +76,9 @@ class Segment(NamedTuple):
     Attributes:
         begin: column of the first target, which is the number of targets before it in each stream.
         input_ids: (B, e + L); the first e are read again and have no labels.
-        labels: (B, L), the next tokens; -100 behind the end of a stream.
-        targets: (B, L), the labels that are scored; -100 elsewhere.
+        labels, targets: (B, L), the next tokens, and those that are scored; -100 elsewhere.
         resets: (B, e + L) bool, True where a document begins; None where the text is one.
-        scored: the number of targets.
-        labels_of_all: the number of labels in all processes; at least one.
+        scored, labels_of_all: the numbers of targets, and of labels in all processes, at least one.
     """
 
     begin: int
@@ -109,11 +91,8 @@ class Segment(NamedTuple):
 
 
 class Text:
-    """The streams of a text, which of them this process reads, and which tokens are scored.
-
-    Args:
-        model, token_ids: see `evaluate_language_model`. All ids are checked before the first pass, because the last
-            segment of a long text is hours away.
+    """The streams of a text, which of them this process reads, and which tokens are scored. All ids are checked here,
+    because the last segment of a long text is hours away: errors are those of `evaluate_language_model`.
 
     Attributes:
         reading: with the model's lengths in place of None.
@@ -121,9 +100,6 @@ class Text:
         length: labels of the longest stream.
         unscored: tokens at the start of a stream that are not scored.
         tokens, share_tokens: the number of scored tokens, of all processes and of this one.
-
-    Raises:
-        ValueError: see `evaluate_language_model`.
     """
 
     def __init__(self, model: TransfoXLForCausalLM, token_ids, reading: Reading):
@@ -158,7 +134,12 @@ class Text:
         self.share = self._streams[first:stop] or [range(0)]
         self.share_tokens = self._scored(self.share, 0, self.length)
         self._before = self._scored(self._streams[:first], 0, self.length)
-        _check_vocabulary(token_ids, vocab_size)
+        for start in range(0, len(token_ids), TOKENS_MOVED):
+            ids = read_tokens(token_ids, start, min(start + TOKENS_MOVED, len(token_ids))).numpy()
+            outside = (ids < 0) | (ids >= vocab_size)
+            if outside.any():
+                at = int(outside.argmax())
+                raise ValueError(f"token_ids[{start + at}] is {ids[at]}, outside the vocabulary [0, {vocab_size})")
 
     def segments(self, device: torch.device) -> Iterator[Segment]:
         """All passes; in each up to `ext_len` tokens are read again."""
@@ -195,11 +176,8 @@ class Text:
                 )
 
     def in_order(self, losses: Tensor) -> Tensor:
-        """(tokens,) losses of all scored tokens in text order, 0 for those of other processes.
-
-        Args:
-            losses: (B, length), of the targets of each stream of this process.
-        """
+        """(tokens,) losses of all scored tokens in text order, 0 for those of other processes, from (B, length) losses
+        of the targets of each stream of this process."""
         result, start = torch.zeros(self.tokens), self._before
         for stream, row in zip(self.share, losses, strict=True):
             # The target of column c is token c + 1 of its stream.
@@ -218,16 +196,11 @@ class Reader:
 
     Body and softmax are called apart, because the softmax of several segments can be computed together; both under the
     accelerator's autocast. A sharded model (FSDP2) is called as a whole, because it gathers its weights only in its
-    own forward.
+    own forward. On a GPU a CUDA graph (`alike`) reads segments of one shape, once the memory is full.
 
     Args:
-        model: see `evaluate_language_model`.
         reading: its lengths and its accelerator are used.
-        projected: the memory is projected keys and values, which is faster than hidden states. With `ext_len` the
-            memory is always hidden states.
-
-    Attributes:
-        alike: on a GPU reads segments of one shape by a CUDA graph, once the memory is full.
+        projected: the memory is projected keys and values, which is faster than hidden states; not with `ext_len`.
     """
 
     def __init__(self, model: TransfoXLForCausalLM, reading: Reading, projected: bool = True):
@@ -294,7 +267,7 @@ class Reader:
         return outputs.hidden_states[-1][:, -length:], outputs.losses[:, -length:]
 
     def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
-        """Each segment, with the states (B, L, D) that predict its targets and their (B, L) fp32 losses, 0 where
+        """Each segment with the (B, L, D) states that predict its targets and their (B, L) fp32 losses, 0 if
         unscored."""
         segments = text.segments(device_of(self.model))
         if self.whole:
@@ -350,14 +323,3 @@ def _streams(text_tokens: int, batch_size: int) -> list[range]:
 def _labels(streams: list[range], begin: int, end: int) -> int:
     """The number of labels in the columns [begin, end) of these streams."""
     return sum(max(0, min(end, len(stream) - 1) - begin) for stream in streams)
-
-
-def _check_vocabulary(token_ids, vocab_size: int) -> None:
-    for start in range(0, len(token_ids), TOKENS_MOVED):
-        ids = read_tokens(token_ids, start, min(start + TOKENS_MOVED, len(token_ids))).numpy()
-        outside = (ids < 0) | (ids >= vocab_size)
-        if outside.any():
-            position = int(outside.argmax())
-            raise ValueError(
-                f"token_ids[{start + position}] is {ids[position]}, outside the vocabulary [0, {vocab_size})"
-            )

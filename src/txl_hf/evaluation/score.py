@@ -77,48 +77,34 @@ from .reading import LENGTHS, Reading
 MEMORY, WINDOW = "memory", "sliding window"
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None):
-    with one_line_errors():
-        options = parse_arguments(argv)
-        check_files(options)
-        run(options)
+    options = parse_arguments(argv)
+    check_files(options)
+    run(options)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_scoring_options(parser, "folder of txl-prepare, or a text file", "perplexity by attention length")
-    parser.add_argument("--split", choices=SPLITS, help="of a folder of txl-prepare (test)")
-    parser.add_argument("--tokenizer", type=hub_or_folder, help="folder or Hub name, for a text file (the model's)")
-    parser.add_argument(
-        "--memory_length", type=int, nargs="+", help="one or more (the model's mem_len, without --sliding_window)"
-    )
-    parser.add_argument("--decay_len", type=int, help="of a memory longer than in training (the model's)")
-    parser.add_argument("--sliding_window", type=at_least_one, nargs="+", default=[], help="window lengths to score")
-    parser.add_argument(
-        "--warm_up", type=int, default=0, help="tokens of each stream read but not scored (%(default)s)"
-    )
-    parser.add_argument("--dynamic", type=float, metavar="RATE", help="let the weights follow the text at this rate")
-    parser.add_argument("--decay", type=float, help="of --dynamic: draw them back (0.0)")
-    parser.add_argument("--epsilon", type=float, help="of --dynamic with --statistics (1e-05)")
-    parser.add_argument(
-        "--statistics", type=at_least_one, help="of --dynamic: tokens of the training text to take them from"
-    )
-    parser.add_argument("--parameters", help="of --dynamic: names of the parameters that follow, a regular expression")
-    parser.add_argument(
-        "--cache",
-        type=float,
-        nargs=3,
-        metavar=("SIZE", "WEIGHT", "TEMPERATURE"),
-        help="mix in a continuous cache; see tune_lm.py",
-    )
-    parser.add_argument("--max_tokens", type=at_least_one, help="score the beginning of the text only")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
-    parser.add_argument(
-        "--progress",
-        action=argparse.BooleanOptionalAction,
-        default=sys.stderr.isatty(),
-        help="show a progress bar (where standard error is a terminal)",
-    )
+    add, on_terminal = parser.add_argument, sys.stderr.isatty()
+    add("--split", choices=SPLITS, help="of a folder of txl-prepare (test)")
+    add("--tokenizer", type=hub_or_folder, help="folder or Hub name, for a text file (the model's)")
+    add("--memory_length", type=int, nargs="+", help="one or more (the model's mem_len, without --sliding_window)")
+    add("--decay_len", type=int, help="of a memory longer than in training (the model's)")
+    add("--sliding_window", type=at_least_one, nargs="+", default=[], help="window lengths to score")
+    add("--warm_up", type=int, default=0, help="tokens of each stream read but not scored (%(default)s)")
+    add("--dynamic", type=float, metavar="RATE", help="let the weights follow the text at this rate")
+    add("--decay", type=float, help="of --dynamic: draw them back (0.0)")
+    add("--epsilon", type=float, help="of --dynamic with --statistics (1e-05)")
+    add("--statistics", type=at_least_one, help="of --dynamic: tokens of the training text to take them from")
+    add("--parameters", help="of --dynamic: names of the parameters that follow, a regular expression")
+    sizes = ("SIZE", "WEIGHT", "TEMPERATURE")
+    add("--cache", type=float, nargs=3, metavar=sizes, help="mix in a continuous cache; see tune_lm.py")
+    add("--max_tokens", type=at_least_one, help="score the beginning of the text only")
+    add("--json", action="store_true", help="print the result as JSON instead of a table")
+    bar = "show a progress bar (where standard error is a terminal)"
+    add("--progress", action=argparse.BooleanOptionalAction, default=on_terminal, help=bar)
     options = parser.parse_args(argv)
     for name in ("decay", "epsilon", "statistics", "parameters"):
         if options.dynamic is None and getattr(options, name) is not None:
@@ -201,12 +187,8 @@ def describe(model: TransfoXLForCausalLM, text: TokenisedText, options: argparse
 
 
 def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None:
-    """Take the lengths that are not given from the results.json of `txl-train`, so that one model has one figure.
-
-    Args:
-        follows: a cache or dynamic evaluation is used. `batch_size` is then 1, because each of several streams would
-            learn from its own part of the text alone.
-    """
+    """Take the lengths that are not given from the results.json of `txl-train`, so that one model has one figure. With
+    a cache or dynamic evaluation (`follows`) `batch_size` is 1: several streams would learn from one part each."""
     try:
         found = read_results(Path(options.model))["test"]
         lengths, document_end = {name: int(found[name]) for name in LENGTHS}, found.get("document_end")
@@ -217,7 +199,7 @@ def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None
             print(f"{path} is not used: it is of other weights, or not txl-train's", file=sys.stderr)
     shown = []
     if lengths and options.document_end is None and (document_end is None or isinstance(document_end, int)):
-        # `document_end` is the id of a token, of the model too, because the text was prepared with its vocabulary.
+        # The token's id is the model's, whose vocabulary the text was prepared with.
         options.document_end = "none" if document_end is None else document_end
         shown = ["as one text" if document_end is None else f"in documents that end with token {document_end}"]
     taken = {name: value for name, value in lengths.items() if getattr(options, name) is None}
@@ -236,11 +218,8 @@ def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None
 
 
 def find_document_end(options: argparse.Namespace, text: TokenisedText) -> int | None:
-    """The token that ends each document: from --document_end, from training, or else from the data.
-
-    Raises:
-        ValueError: the token of --document_end is not in the vocabulary, or not in the text.
-    """
+    """The token that ends each document: from --document_end, from training, or else from the data. Raises a
+    ValueError if that of --document_end is not in the vocabulary, or not in the text."""
     if isinstance(options.document_end, int):
         return options.document_end
     found = read_document_end(options.data, text.tokenizer, options.document_end)
@@ -258,15 +237,9 @@ def check_statistics(tokens: int, train: TokenisedText) -> None:
         raise ValueError(f"--statistics {tokens} is more than the training text has: {len(train.token_ids)}")
 
 
-# ---- readings --------------------------------------------------------------------------------------------------
-
-
 def readings(options: argparse.Namespace, config: TransfoXLConfig) -> list[tuple[str, Reading]]:
-    """The readings of a text, each with the name of its protocol: the memory lengths, then the sliding windows.
-
-    Raises:
-        ValueError: the model cannot be read with one of them.
-    """
+    """The readings of a text, each with the name of its protocol: the memory lengths, then the sliding windows. Raises
+    a ValueError if the model cannot be read with one of them."""
     same_length = None if options.same_length is None else options.same_length == "true"
     segment_length = config.tgt_len if options.segment_length is None else options.segment_length
     memories = options.memory_length or ([] if options.sliding_window else [config.mem_len])
@@ -335,15 +308,9 @@ def score(
 
 
 def check_number(result: LanguageModelEvaluation):
-    """
-    Raises:
-        ValueError: the mean loss is NaN.
-    """
+    """Raise a ValueError if the mean loss is NaN."""
     if math.isnan(result.nll):
         raise ValueError("the model computes losses that are no numbers (NaN) for this text")
-
-
-# ---- tables and plots -----------------------------------------------------------------------------------------------
 
 
 def attention_length(row: dict[str, Any]) -> int:
@@ -418,23 +385,19 @@ def plot(report: dict[str, Any], path: Path):
         figure.savefig(aside, dpi=150)
 
 
-# ---- the text ---------------------------------------------------------------------------------------------
-
-
 def read_text(options: argparse.Namespace) -> TokenisedText:
     if options.data.is_dir():
         if options.tokenizer is not None:
             raise ValueError(f"--tokenizer is for a text file: {options.data} has been tokenised")
         text = read_prepared(options.data, options.split)
-        return dataclasses.replace(text, document_end=find_document_end(options, text))
-    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else find_tokenizer(options.model)
-    if tokenizer is None:
-        raise ValueError(f"{options.model} has no tokenizer: name one with --tokenizer")
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ValueError(
-            f"{options.tokenizer or options.model} reads music: --data {options.data} must be a folder of txl-prepare"
-        )
-    text = read_raw(options.data, tokenizer)
+    else:
+        name = options.tokenizer or options.model
+        tokenizer = load_tokenizer(name) if options.tokenizer else find_tokenizer(name)
+        if tokenizer is None:
+            raise ValueError(f"{name} has no tokenizer: name one with --tokenizer")
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise ValueError(f"{name} reads music: --data {options.data} must be a folder of txl-prepare")
+        text = read_raw(options.data, tokenizer)
     return dataclasses.replace(text, document_end=find_document_end(options, text))
 
 
@@ -446,7 +409,3 @@ def check_vocabulary(text: TokenisedText, config: PreTrainedConfig, model: str, 
             f"{config.vocab_size}"
         )
     check_symbols_of(model, text.tokenizer, data)
-
-
-if __name__ == "__main__":
-    main()

@@ -22,8 +22,8 @@ class Conversations:
     """`generate` that continues from the kept memory of an earlier text, and keeps the memories of new ones.
 
     The memory of a text is kept where its prompt ends and where its reply ends. A later prompt that begins with one of
-    these texts, token for token, is read from there on; no other text has any influence. Threads may call `generate`
-    at the same time: they take turns, token by token and segment by segment.
+    these texts is read from there on; no other text has any influence. Threads that call `generate` at the same time
+    take turns, token by token and segment by segment.
     """
 
     def __init__(self, model: TransfoXLForCausalLM, limit: float, start: MemoryCache | None = None):
@@ -53,7 +53,7 @@ class Conversations:
         Args:
             input_ids: (1, L), L ≥ 1, none of it padding.
             is_over: whether to stop now and keep the text so far; called between segments and between tokens.
-            seed: of the random numbers of this reply; None: another one each time.
+            seed: of this reply; None: another one each time.
         """
         with self.turns, torch.random.fork_rng(self.devices):
             torch.manual_seed(random.getrandbits(64) if seed is None else seed)
@@ -82,10 +82,8 @@ class Conversations:
                 self.turns.pass_on()
 
     def read(self, input_ids: Tensor, cache: MemoryCache, is_over: Callable[[], bool]) -> bool:
-        """Read all but the last token, whose logits `generate` needs, in segments of `tgt_len`, and keep the memory.
-
-        Returns: whether all has been read.
-        """
+        """Read all but the last token, whose logits `generate` needs, in segments of `tgt_len`, and keep the memory;
+        whether all has been read."""
         unread = input_ids[:, cache.get_seq_length() : -1]
         if unread.shape[1] > 0:
             for segment in unread.split(self.model.config.tgt_len, dim=1):
@@ -174,13 +172,10 @@ class Reply(StoppingCriteria):
     """A stopping criterion that decodes the reply while `generate` writes it, and sends its text in pieces.
 
     Args:
-        tokenizer: of the model.
         send: called with each piece of the text that no later token changes. All pieces together are the reply.
-        most: tokens after which the reply ends; `generate` has to be given as many.
-        ends: tokens that end it, as `generate` has them.
+        most: tokens after which the reply ends, as `generate` has it. ends: tokens that end it.
         stops: strings that end it, and are no part of it.
-        prompt: tokens that are decoded before the reply, so that its first word is spaced as within a text; they are
-            no part of the reply. By default the reply is decoded alone.
+        prompt: tokens that are decoded before the reply, so that its first word is spaced as within a text.
     """
 
     def __init__(
@@ -188,12 +183,13 @@ class Reply(StoppingCriteria):
         tokenizer: PreTrainedTokenizerBase,
         send: Callable[[str], object],
         most: int,
-        ends: Collection[int] = (),
+        ends: Collection[int] | int | None = None,
         stops: Collection[str] = (),
         prompt: Sequence[int] = (),
     ):
         self.tokenizer, self.send = tokenizer, send
-        self.most, self.ends, self.stops = most, ends, stops
+        self.most, self.stops = most, stops
+        self.ends = ends if isinstance(ends, Collection) else [ends]
         self.prompt, self.tokens = list(prompt), list[int]()
         self._begins = len(tokenizer.decode(self.prompt, skip_special_tokens=True))
         self.finish_reason: str | None = None  # "stop", by a token or a string of its own, or "length"
@@ -211,7 +207,7 @@ class Reply(StoppingCriteria):
         return torch.full((len(input_ids),), self.finish_reason is not None, device=input_ids.device)
 
     def end(self) -> None:
-        """Send the rest of the text. Called at the last token, and where generation stops before it."""
+        """Send the rest of the text, also where generation stops before its last token."""
         if self.finish_reason is None:
             self._write(is_last=True)
 

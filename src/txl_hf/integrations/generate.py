@@ -34,10 +34,10 @@ from .conversations import Conversations, Reply
 SAMPLING = ("temperature", "top_k", "top_p")
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None) -> None:
-    with one_line_errors():
-        transformers.logging.disable_progress_bar()
-        generate(parse_arguments(argv))
+    transformers.logging.disable_progress_bar()
+    generate(parse_arguments(argv))
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -73,8 +73,7 @@ def read_prompt(options: argparse.Namespace) -> str:
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Print the prompt and the text that the model generates. Raises a ValueError for a model that writes no text, and
-    for a prompt without a token."""
+    """Print the prompt and the text that the model generates."""
     load_config(options.model, "model")
     if is_midi_tokenizer(options.model):
         raise ValueError(f"model {options.model} writes music: use examples/music/generate.py of the repository")
@@ -89,7 +88,6 @@ def generate(options: argparse.Namespace) -> None:
     names = ("max_new_tokens", "do_sample", "repetition_penalty", *SAMPLING)
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     ends, write = model.generation_config.eos_token_id, functools.partial(print, end="", flush=True)
-    ends = ends if isinstance(ends, list) else [ends]
     # The spacing of the first word depends on few tokens before it, which are decoded again with each new one.
     reply = Reply(tokenizer, write, options.max_new_tokens, ends, prompt=ids[0, -20:].tolist())
     given |= {"stopping_criteria": [reply], "num_beams": 1, "use_cache": True}

@@ -36,12 +36,10 @@ class TransfoXLLM(HFLM):
         max_gen_toks: how many tokens to generate where a task does not say.
         device: None, or a GPU on a machine without one: the device that there is.
         options: as for `HFLM`. `prefix_token_id` is the token before a text (bos or else eos), without which its first
-            token is not scored. `batch_size` has no effect: the continuations of one context are read side by side,
-            and contexts one after the other, each with its own memory.
+            token is not scored. `batch_size` has no effect: the continuations of one context are read side by side.
 
     Raises:
-        ValueError: the checkpoint is no Transformer-XL with its softmax, it has no tokenizer, or a length is out of
-            range.
+        ValueError: the checkpoint is no whole Transformer-XL with a tokenizer, or a length is out of range.
     """
 
     max_gen_toks: int = 256
@@ -84,8 +82,6 @@ class TransfoXLLM(HFLM):
         lengths |= {"segment_length": self.segment_length, "same_length": self.config.same_length}
         return {**super().get_model_info(), "model_dtype": str(self.model.dtype), **lengths}
 
-    # --- tokens ------------------------------------------------------------------------------------------------------
-
     @property
     def _begins_lines(self) -> bool:
         """Whether the token that ends a line also begins the next."""
@@ -110,15 +106,9 @@ class TransfoXLLM(HFLM):
         return text
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The ids of a context (without tokens: the prefix token) and of its continuation.
-
-        A token that begins in the context and ends in the continuation belongs to the continuation, as "unlikely" of
-        "un" and "likely" in a vocabulary of words. White space between them does too, as lm_eval has it.
-
-        Raises:
-            ValueError: a context has no tokens, and there is no prefix token; or a continuation has none that is more
-                than white space.
-        """
+        """The ids of a context (without tokens: the prefix token) and of its continuation, to which white space
+        between them belongs, as in lm_eval, and a token of both, as "unlikely" of "un" and "likely" in a vocabulary of
+        words. Raises a ValueError for a continuation without tokens that is more than white space."""
         whole, alone = self.tok_encode(context + continuation), self.tok_encode(context.rstrip())
         shared = len(os.path.commonprefix([alone, whole]))
         parted = context != context.rstrip() or not continuation or continuation != continuation.lstrip()
@@ -141,8 +131,6 @@ class TransfoXLLM(HFLM):
                 "model_args, prefix_token_id=…"
             )
         return [self.prefix_token_id]
-
-    # --- requests ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _read(self, token_ids: list[int]) -> tuple[Tensor, ...] | None:
@@ -215,10 +203,8 @@ class TransfoXLLM(HFLM):
         return found
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-        """Continue each context up to one of the strings of `until`, an eos token, or `max_gen_toks` tokens.
-
-        The eos token is the model's `generation_config.eos_token_id`; another one, which ends lines, is a line feed.
-        """
+        """Continue each context up to one of the strings of `until`, the model's `generation_config.eos_token_id`, or
+        `max_gen_toks` tokens. A token that ends lines is a line feed."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm, desc="generate"):
             found.append(self._generate(*request.args))

@@ -11,9 +11,8 @@ beside them:
 * `step.onnx`: the same for one token a row, `input_ids` (batch, 1), with `logits` (batch, 1, vocabulary).
 
 Batch, length and memory have any size, a memory none to mem_len states. A text begins with an empty memory, or, where
-config.json says `"initial_memory": "zeros"`, with mem_len states of zeros. Every token is remembered, whatever ext_len
-the model was trained with; that of config.json is 0. Both graphs are run by onnxruntime at
-several sizes and compared with torch before the folder appears; a difference is an error.
+config.json says `"initial_memory": "zeros"`, with mem_len states of zeros. Every token is remembered, so ext_len is 0
+in config.json. onnxruntime's results are compared with torch's at several sizes before the folder appears.
 """
 
 import argparse
@@ -21,8 +20,8 @@ import hashlib
 import logging
 import sys
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +31,11 @@ from ..data.loading import find_tokenizer, has_tokenizer, load_config, load_lang
 from ..files import whole_folder
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
-# The file that the graphs share, the least bytes of a weight in it, and the alignment of weights in bytes.
-WEIGHTS, LEAST_SHARED, PAGE = "weights.data", 1024, 4096
+if TYPE_CHECKING:
+    from torch.onnx import ONNXProgram
+
+# The file that the graphs share, and the least bytes of a weight in it.
+WEIGHTS, LEAST_SHARED = "weights.data", 1024
 
 # Largest difference from torch of log-probabilities, and of states in proportion to the largest.
 TOLERANCE = 1e-4
@@ -41,22 +43,18 @@ TOLERANCE = 1e-4
 SIZES = ((1, 1), (3, 7), (2, 20))
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None):
-    with one_line_errors():
-        options = parse_arguments(argv)
-        if options.output.exists():
-            raise FileExistsError(f"{options.output} exists: choose another folder, or remove it")
-        for name, difference in export(options.model, options.output).items():
-            print(f"{options.output / name}: at most {difference:.1e} from torch")
-        if not has_tokenizer(options.output):
-            print(f"no tokenizer was found with {options.model}: put its files into {options.output}", file=sys.stderr)
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=hub_or_folder, required=True, help="folder or Hub name")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.output.exists():
+        raise FileExistsError(f"{options.output} exists: choose another folder, or remove it")
+    for name, difference in export(options.model, options.output).items():
+        print(f"{options.output / name}: at most {difference:.1e} from torch")
+    if not has_tokenizer(options.output):
+        print(f"no tokenizer was found with {options.model}: put its files into {options.output}", file=sys.stderr)
 
 
 class _Graph(nn.Module):
@@ -70,10 +68,7 @@ class _Graph(nn.Module):
 
 
 def export(name: str, output: Path) -> dict[str, float]:
-    """Write both graphs, the configuration and the tokenizer of a model to a folder that appears when all is right.
-
-    Args:
-        name: the model's folder or Hub name. output: the folder, which must not exist.
+    """Write both graphs, the configuration and the tokenizer of a model, by its name, to a new folder.
 
     Returns:
         for each graph by how much onnxruntime differs from torch at most.
@@ -81,7 +76,7 @@ def export(name: str, output: Path) -> dict[str, float]:
     Raises:
         ValueError: the model is no Transformer-XL or has no memory, or onnxruntime computes something else.
     """
-    # torch's exporter needs these packages; a missing one is an error before any work.
+    # A package that torch's exporter needs and lacks is an error before any work.
     import onnx  # noqa: F401
     import onnxruntime  # noqa: F401
     import onnxscript  # noqa: F401
@@ -98,9 +93,8 @@ def export(name: str, output: Path) -> dict[str, float]:
     output.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(output) as aside:
         graphs = {"segment.onnx": SIZES, "step.onnx": tuple((batch, 1) for batch, _ in SIZES)}
-        for graph in graphs:
-            write_graph(model, aside / graph, one_token=graph == "step.onnx")
-        share_weights([aside / graph for graph in graphs], aside / WEIGHTS)
+        programs = {aside / graph: make_graph(model, one_token=graph == "step.onnx") for graph in graphs}
+        write_graphs(programs, aside / WEIGHTS)
         for graph, sizes in graphs.items():
             found[graph] = check_graph(model, aside / graph, sizes)
         config.save_pretrained(aside)
@@ -109,8 +103,8 @@ def export(name: str, output: Path) -> dict[str, float]:
     return found
 
 
-def write_graph(model: TransfoXLForCausalLM, path: Path, one_token: bool) -> None:
-    """Write the graph of a segment of any length, or of one token, with a memory of any length before it."""
+def make_graph(model: TransfoXLForCausalLM, one_token: bool) -> "ONNXProgram":
+    """The graph of a segment of any length, or of one token, with a memory of any length before it."""
     config, layers = model.config, model.config.n_layer
     # The exporter takes equal sizes for one dimension, and a memory of mem_len for one that is never cut, so the sizes
     # differ from one another and from mem_len as far as possible.
@@ -142,50 +136,31 @@ def write_graph(model: TransfoXLForCausalLM, path: Path, one_token: bool) -> Non
     for states in program.model.graph.outputs[1:]:
         # The length of the memory is dynamic, but the exporter gives the output the example's.
         states.shape[1] = "new_memory"
-    program.save(path)
+    return program
 
 
-def share_weights(graphs: Iterable[Path], weights: Path) -> None:
-    """Move the weights of graphs in one folder to a file beside them, each weight once.
+def write_graphs(programs: dict[Path, "ONNXProgram"], weights: Path) -> None:
+    """Write graphs, by their paths, and the weights of all in one file beside them, each weight once."""
+    import onnx_ir
 
-    Args:
-        graphs: ONNX files, which are rewritten. weights: the file to write.
-    """
-    import onnx
-
-    places: dict[bytes, tuple[int, int]] = {}
-    with weights.open("wb") as file:
-        for path in graphs:
-            graph = onnx.load(path)
-            # The exporter writes this file if a graph is too large to hold its weights; `weights` replaces it.
-            path.with_name(f"{path.name}.data").unlink(missing_ok=True)
-            for tensor in graph.graph.initializer:
-                content = onnx.numpy_helper.to_array(tensor).tobytes()
-                if len(content) < LEAST_SHARED:
-                    continue
-                digest = hashlib.blake2b(content).digest()
-                if digest not in places:
-                    file.write(bytes(-file.tell() % PAGE))
-                    places[digest] = file.tell(), len(content)
-                    file.write(content)
-                offset, length = places[digest]
-                tensor.raw_data = b""  # `set_external_data` wants this field
-                onnx.external_data_helper.set_external_data(tensor, weights.name, offset=offset, length=length)
-                # The values may be in any of these fields.
-                for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
-                    tensor.ClearField(field)
-            path.write_bytes(graph.SerializeToString())
+    values = [value for program in programs.values() for value in program.model.graph.initializers.values()]
+    tensors = {value: value.const_value for value in values if value.const_value.nbytes >= LEAST_SHARED}
+    keys = {
+        value: (tensor.dtype, tuple(tensor.shape), hashlib.blake2b(tensor.tobytes()).digest())
+        for value, tensor in tensors.items()
+    }
+    different = {keys[value]: tensor for value, tensor in tensors.items()}
+    written = onnx_ir.external_data.convert_tensors_to_external([*different.values()], weights.parent, weights.name)
+    external = dict(zip(different, written, strict=True))
+    for value, key in keys.items():
+        value.const_value = external[key]
+    for path, program in programs.items():
+        onnx_ir.save(program.model, path)
 
 
 def check_graph(model: TransfoXLForCausalLM, path: Path, sizes: tuple[tuple[int, int], ...]) -> float:
-    """Compare a graph with the model, for each batch and length with a memory that is empty, begun and full.
-
-    Returns:
-        the largest difference, of states in proportion to the largest one.
-
-    Raises:
-        ValueError: a difference is larger than `TOLERANCE`.
-    """
+    """The largest difference of a graph from the model, of states in proportion to the largest one, for each batch and
+    length with a memory that is empty, begun and full. Raises a ValueError for one above `TOLERANCE`."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -210,7 +185,3 @@ def check_graph(model: TransfoXLForCausalLM, path: Path, sizes: tuple[tuple[int,
                     )
                 largest = max(largest, difference)
     return largest
-
-
-if __name__ == "__main__":
-    main()

@@ -7,9 +7,8 @@
         -d '{"model": "demo-output", "messages": [{"role": "user", "content": "def main("}], "max_tokens": 50}'
 
 The memories of the latest texts are kept: where a request goes on from one of them, as the next turn of a conversation
-does, only what is new is read. A long prompt is read in segments of the model's tgt_len, as it was trained. Chat needs
-a chat template in the tokenizer. A temperature above 0, or a top_p, draws the reply, with the request's seed if it has
-one. Four requests are answered at a time.
+does, only what is new is read. Chat needs a chat template in the tokenizer. A temperature above 0, or a top_p, draws
+the reply, with the request's seed if it has one. Four requests are answered at a time.
 """
 
 import argparse
@@ -40,11 +39,11 @@ LANGUAGE_MODELS = {"TransfoXLForCausalLM", "TransfoXLLMHeadModel"}
 CONNECTIONS = 64
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None) -> None:
-    with one_line_errors():
-        options = parse_arguments(argv)
-        with listen(options.host, options.port) as listener:
-            serve(options, listener)
+    options = parse_arguments(argv)
+    with listen(options.host, options.port) as listener:
+        serve(options, listener)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -63,13 +62,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--max_prompt", type=at_least_one, default=100_000, metavar="TOKENS", help="bound of a prompt (%(default)s)")
     add("--max_tokens", type=at_least_one, default=4096, metavar="TOKENS", help="bound of a reply (%(default)s)")
     add("--max_seconds", type=positive, default=120, metavar="SECONDS", help="bound of an answer's time (%(default)s)")
-    add(
-        "--max_memories",
-        type=not_negative,
-        default=2,
-        metavar="GIB",
-        help="bound of what is kept between requests (%(default)s)",
-    )
+    kept = "bound of what is kept between requests (%(default)s)"
+    add("--max_memories", type=not_negative, default=2, metavar="GIB", help=kept)
     add("--memory", type=existing_file, metavar="FILE", help="of save_memory: what every text goes on from")
     options = parser.parse_args(argv)
     if not 0 <= options.port < 2**16:
@@ -111,11 +105,7 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
 
 
 def load_start(path: str | os.PathLike, model: TransfoXLForCausalLM) -> MemoryCache:
-    """The memory of a file, if all texts can continue from it.
-
-    Raises:
-        ValueError: texts cannot continue from it; the message says what would be right.
-    """
+    """The memory of a file. Raises a ValueError if texts cannot continue from it."""
     cache, mem_len = load_memory(path, model).get(CACHE_NAME), model.config.mem_len
     layers: list[Any] = cache.layers if isinstance(cache, MemoryCache) else []
     if not layers or len(layers[0].keys) != 1 or layers[0].get_max_length() <= mem_len:
@@ -124,7 +114,3 @@ def load_start(path: str | os.PathLike, model: TransfoXLForCausalLM) -> MemoryCa
             "use_cache=True returned"
         )
     return cast(MemoryCache, cache)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,8 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -49,6 +50,12 @@ Kind = TypeVar("Kind", bound=ModelRequest)
 def error_body(error: StarletteHTTPException) -> dict:
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     return {"error": {"message": error.detail, "type": kind, "param": None, "code": None}}
+
+
+HANDLERS: dict[Any, Callable[[Request, Any], Response]] = {
+    StarletteHTTPException: lambda request, error: JSONResponse(error_body(error), error.status_code),
+    ClientDisconnect: lambda request, error: Response(status_code=400),
+}
 
 
 def refusal(error: ValidationError) -> HTTPException:
@@ -165,8 +172,7 @@ class Answer:
         self.server, self.fields, self.ids, self.config = server, fields, ids, config
         self.head = {"id": f"txl-{uuid.uuid4().hex}", "created": int(time.time()), "model": server.options.model}
         self.loop, self.pieces = asyncio.get_running_loop(), asyncio.Queue[str | None]()
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        self.reply = Reply(server.tokenizer, self.send, config.max_new_tokens, ends, fields.stop)
+        self.reply = Reply(server.tokenizer, self.send, config.max_new_tokens, config.eos_token_id, fields.stop)
         self.is_gone = threading.Event()
 
     async def text(self, request: Request) -> AsyncIterator[str]:
@@ -245,22 +251,13 @@ def build_app(
     is_closing: Callable[[], bool],
     start: MemoryCache | None,
 ) -> FastAPI:
-    """The application, for a model, its tokenizer and the options of `txl-serve`. Replies end when it is closing, and
-    all texts go on from `start`."""
+    """The application. Replies end when it is closing, and all texts go on from `start`."""
     server = Server(model, tokenizer, options, is_closing, start)
-    app, started = FastAPI(openapi_url=None), int(time.time())
+    app, started = FastAPI(openapi_url=None, exception_handlers=HANDLERS), int(time.time())
     hosts = ["localhost", "127.0.0.1", "[::1]", options.host, f"[{options.host}]", *options.allowed_host]
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     if options.enable_cors:
         app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-
-    @app.exception_handler(StarletteHTTPException)
-    async def refuse(request: Request, error: StarletteHTTPException) -> Response:
-        return JSONResponse(error_body(error), error.status_code)
-
-    @app.exception_handler(ClientDisconnect)
-    async def forget(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=400)
 
     @app.get("/health")
     async def health() -> Response:
@@ -271,13 +268,8 @@ def build_app(
         one = {"id": options.model, "object": "model", "created": started, "owned_by": "txl-serve"}
         return JSONResponse({"object": "list", "data": [one]})
 
-    @app.post("/v1/completions")
-    async def complete(request: Request) -> Response:
-        return await server.answer(request, CompletionRequest)
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await server.answer(request, ChatRequest)
+    for path, kind in {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}.items():
+        app.add_route(path, partial(server.answer, kind=kind), methods=["POST"])
 
     @app.post("/load_model")
     async def load_model(request: Request) -> Response:
