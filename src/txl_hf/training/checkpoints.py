@@ -135,7 +135,7 @@ def _is_of_current_run(checkpoint: Path) -> bool:
 def finish_checkpoint(written: Path, final: Path, run: str):
     """Write a checkpoint's manifest, rename the checkpoint, and remove unfinished folders beside it."""
     files = {path.relative_to(written).as_posix(): _describe(path) for path in written.rglob("*") if path.is_file()}
-    _write_manifest(written, run, files)
+    (written / MANIFEST_NAME).write_text(json.dumps({"run": run, "files": files}, indent=1), encoding="utf-8")
     move_into_place(written, final)
     remove_unfinished(final.parent)
 
@@ -195,10 +195,6 @@ def _describe(path: Path) -> dict[str, int]:
         while part := file.read(1 << 20):
             checksum = zlib.crc32(part, checksum)
     return {"size": path.stat().st_size, "crc32": checksum}
-
-
-def _write_manifest(folder: Path, run: str, files: dict[str, dict[str, int]]):
-    (folder / MANIFEST_NAME).write_text(json.dumps({"run": run, "files": files}, indent=1), encoding="utf-8")
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
