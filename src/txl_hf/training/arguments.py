@@ -31,7 +31,6 @@ class TransfoXLTrainingArguments(TrainingArguments):
     Args:
         optimizer: one of `Optimizer`, in place of `optim`, or None.
         embedding_lr_factor: factor of the learning rate of the embeddings' tables.
-        muon_lr_factor: factor of the learning rate of the matrices under Muon.
         scale_lr_by_length: scale each step's learning rate by its segment's length over the stream's.
         average: None, "ema" (exponential, with `ema_decay`) or "equal" (all steps alike): evaluate and save an average
             of the weights after each step. Checkpoints keep both.
@@ -62,7 +61,6 @@ class TransfoXLTrainingArguments(TrainingArguments):
         "None: --optim."
     )
     embedding_lr_factor: float = option("Factor of the learning rate of the embeddings.", 1.0)
-    muon_lr_factor: float = option("Factor of the learning rate of the matrices under muon.", 1.0)
     scale_lr_by_length: bool = option("Scale the learning rate by the segment's length over tgt_len.", False)
     average: Literal["none", "ema", "equal"] = option("Evaluate and save an average of the weights.", "none")
     average_start: int = option("Step after which the average begins.", 0)
@@ -80,8 +78,7 @@ class TransfoXLTrainingArguments(TrainingArguments):
         # The scaler skips a step that overflowed, so the log leaves out its loss.
         self.logging_nan_inf_filter |= self.fp16
         # Optimizers check their other settings.
-        bounds = {"embedding_lr_factor": float("inf"), "muon_lr_factor": float("inf"), "ema_decay": 1.0}
-        for name, below in bounds.items():
+        for name, below in {"embedding_lr_factor": float("inf"), "ema_decay": 1.0}.items():
             if not 0 <= (value := getattr(self, name)) < below:
                 raise ValueError(f"--{name} is {value:g}, but must be at least 0 and below {below:g}")
         if not 0 <= self.mem_warmup_ratio <= 1:
@@ -95,8 +92,6 @@ class TransfoXLTrainingArguments(TrainingArguments):
                 f"--average_start is {self.average_start}, but must be less than all {self.max_steps} steps, so that "
                 "something is averaged"
             )
-        if self.muon_lr_factor != 1 and self.optimizer != "muon":
-            raise ValueError(f"--muon_lr_factor {self.muon_lr_factor:g} is of --optimizer muon: set it to 1")
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the Hub's write token, because Trainer pickles its arguments into shared files."""

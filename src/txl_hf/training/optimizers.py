@@ -72,9 +72,9 @@ def make_muon(
     matrices = [parameter for group in groups for parameter in group["params"] if id(parameter) in layers]
     rest = [group | {"params": [p for p in group["params"] if id(p) not in layers]} for group in groups]
     rate, decay = arguments.learning_rate, arguments.weight_decay
-    optimizer = Muon(
+    return Muon(
         [{"params": matrices, "use_muon": True}, *(group | {"use_muon": False} for group in rest)],
-        lr=rate * arguments.muon_lr_factor,
+        lr=rate,
         weight_decay=decay,
         use_adjusted_lr=True,
         adamw_lr=rate,
@@ -82,9 +82,6 @@ def make_muon(
         adamw_wd=decay,
         adamw_eps=arguments.adam_epsilon,
     )
-    # A schedule with `min_lr` computes its smallest factor from this rate.
-    optimizer.defaults["lr"] = rate
-    return optimizer
 
 
 class Averaging(TrainerCallback):
