@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import TrainerCallback
 
 from ..memories import real_states
 
@@ -87,6 +88,26 @@ class StreamMemory:
                     memory["mems"] = tuple(states[own].to(accelerator.device) for states in slices)
                     memory["mems_mask"] = None if mask is None else mask[own].to(accelerator.device)
         return cls(memories, position["epoch"], position["step"])
+
+
+class MemoryLength(TrainerCallback):
+    """A memory that grows from 1 state to `mem_len` over a part of all steps.
+
+    Args:
+        trainer: a `TransfoXLTrainer`, whose `memory_length` it sets. ratio: the part, from 0 to 1.
+    """
+
+    def __init__(self, trainer: Any, ratio: float):
+        if not trainer.model.config.mem_len:
+            raise ValueError(f"--mem_warmup_ratio {ratio:g} grows no memory, as mem_len is 0: leave it out")
+        self.trainer, self.ratio = trainer, ratio
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        growing = self.ratio * state.max_steps
+        mem_len = model.config.mem_len
+        # At least 1, because a step without memory would begin a new text, with zeros if `initial_memory` is "zeros".
+        grown = max(1, int(mem_len * state.global_step / growing)) if state.global_step < growing else None
+        self.trainer.memory_length = grown
 
 
 def _gathered(parts: Iterable[Tensor], accelerator: Accelerator) -> Tensor:

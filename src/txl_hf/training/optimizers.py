@@ -84,6 +84,20 @@ def make_muon(
     )
 
 
+class ScaledByLength(TrainerCallback):
+    """The learning rate of each step times its segment's length over the stream's `segment_length`."""
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        # The length is the stream's, because counting labels would make the host wait for the device.
+        begin, end = self.stream.segment(state.global_step % self.stream.steps)
+        for group in optimizer.param_groups:
+            # After the step the schedule replaces this rate.
+            group["lr"] *= (end - begin) / self.stream.segment_length
+
+
 class Averaging(TrainerCallback):
     """The mean of a model's weights after each step, or their exponential moving average.
 

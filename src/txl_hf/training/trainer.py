@@ -36,7 +36,6 @@ from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
 from ..transfo_xl.masks_transfo_xl import without_padding
 from .arguments import FIXED, TransfoXLTrainingArguments
-from .callbacks import MemoryLength, ScaledByLength
 from .cards import complete_push, create_model_card
 from .checkpoints import (
     UNFINISHED_PREFIX,
@@ -47,8 +46,8 @@ from .checkpoints import (
     last_checkpoint,
     remove_old_checkpoints,
 )
-from .memory import StreamMemory, check_settings, read_position
-from .optimizers import Averaging, make_optimizer
+from .memory import MemoryLength, StreamMemory, check_settings, read_position
+from .optimizers import Averaging, ScaledByLength, make_optimizer
 from .regularization import RegularizationArguments, Regularizer, regularize
 from .steps import should_capture_steps, should_compile_layers
 
