@@ -20,8 +20,9 @@ import functools
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,9 +48,9 @@ from ..data.streams import RolledStream, TokenStream, open_tokens
 from ..data.texts import load_splits, read_document_end
 from ..evaluation.cards import RESULTS
 from ..evaluation.language_model import evaluate_language_model
+from ..evaluation.reading import Reading
 from ..files import LOCK_NAME, locked_folder
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
-from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import FREE, DataArguments, TransfoXLTrainingArguments
 from .checkpoints import last_checkpoint, list_checkpoints, remove_unfinished, step_of
@@ -90,13 +91,15 @@ class Prepared(NamedTuple):
 
     Attributes:
         texts: token ids of each split. document_end: token that ends documents; None: each text is one.
-        stream: the training text. max_steps: steps that all of the training takes.
+        stream: the training text. readings: of validations, and of the finished model with other memory lengths.
+        max_steps: steps that all of the training takes.
     """
 
     tokenizer: Any
     texts: dict[str, Any]
     document_end: int | None
     stream: TokenStream
+    readings: list[Reading]
     config: TransfoXLConfig
     max_steps: int
 
@@ -110,17 +113,17 @@ def prepare(arguments: Arguments) -> Prepared:
     data, args = arguments.data, arguments.training
     tokenizer, corpus = load_data(Path(data.data or ""))
     config = make_config(arguments, tokenizer)
-    check_evaluation(config, data)
     check_texts(corpus, config, data)
     texts = {split: open_tokens(corpus[split]["token_ids"]) for split in SPLITS}
     document_end = find_document_end(data, tokenizer, config)
+    readings = make_readings(config, data, document_end)
     fill_special_tokens(config, tokenizer, document_end)
     stream = make_stream(texts["train"], config, arguments, document_end)
     # A remainder is refused with the loader.
     args.per_device_train_batch_size = data.batch_size // (args.world_size * args.gradient_accumulation_steps) or 1
     max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * stream.steps)
     check_schedule(args, max_steps)
-    return Prepared(tokenizer, texts, document_end, stream, config, max_steps)
+    return Prepared(tokenizer, texts, document_end, stream, readings, config, max_steps)
 
 
 def train(arguments: Arguments):
@@ -152,7 +155,8 @@ def train(arguments: Arguments):
                 sys.exit("stopped: the same command with --resume goes on from the last checkpoint")
         if state.is_main_process:
             progress = not arguments.training.disable_tqdm
-            finish(output, prepared.texts, functools.partial(evaluation_of, data, prepared, progress=progress), data)
+            readings = [replace(reading, progress=progress) for reading in prepared.readings]
+            finish(output, prepared.texts, readings, data)
 
 
 def make_trainer(arguments: Arguments, prepared: Prepared) -> TransfoXLTrainer:
@@ -170,7 +174,9 @@ def make_trainer(arguments: Arguments, prepared: Prepared) -> TransfoXLTrainer:
             model,
             args,
             train_dataset=prepared.stream,
-            eval_dataset=evaluation_of(arguments.data, prepared, prepared.texts["validation"]),
+            eval_dataset=functools.partial(
+                evaluate_language_model, token_ids=prepared.texts["validation"], **vars(prepared.readings[0])
+            ),
             regularization=regularization if any(vars(regularization).values()) else None,
         )
     if args.world_size > 1:
@@ -179,25 +185,6 @@ def make_trainer(arguments: Arguments, prepared: Prepared) -> TransfoXLTrainer:
     settings = {name: value for name, value in arguments.settings.items() if name != "resume"}
     trainer.add_callback(RunReport(trainer, settings, arguments.data.metric))
     return trainer
-
-
-def evaluation_of(
-    data: DataArguments, prepared: Prepared, token_ids: Any, memory_length: int | None = None, **options: Any
-) -> Callable:
-    """`evaluate_language_model` of a text, as a function of the model: with the lengths of the recipe, or another
-    memory length."""
-    return functools.partial(
-        evaluate_language_model,
-        token_ids=token_ids,
-        segment_length=data.eval_tgt_len or prepared.config.tgt_len,
-        memory_length=data.eval_mem_len if memory_length is None else memory_length,
-        batch_size=data.eval_batch_size,
-        ext_len=data.eval_ext_len,
-        clamp_len=data.eval_clamp_len,
-        same_length=data.eval_same_length,
-        document_end=prepared.document_end,
-        **options,
-    )
 
 
 # --- text and streams ------------------------------------------------------------------------------------------------
@@ -232,13 +219,23 @@ def check_texts(corpus: datasets.DatasetDict, config: TransfoXLConfig, data: Dat
             )
 
 
-def check_evaluation(config: TransfoXLConfig, data: DataArguments):
-    """Raise a ValueError for lengths with which a validation would fail, hours later."""
-    for memory_length in [data.eval_mem_len, *data.eval_memory_lengths]:
-        lengths = MemoryLengths(memory_length, data.eval_ext_len, data.eval_clamp_len, data.eval_same_length)
-        filled = lengths.of(config)
-        read = filled.ext_len + (data.eval_tgt_len or config.tgt_len)
-        config.positions.check_segment(read, config, given="--eval_tgt_len, with --eval_ext_len,")
+def make_readings(config: TransfoXLConfig, data: DataArguments, document_end: int | None) -> list[Reading]:
+    """How evaluations read a text: with the recipe's lengths, and with each of `eval_memory_lengths`; a ValueError for
+    lengths with which a validation would fail, hours later."""
+    reading = Reading(
+        data.eval_tgt_len or config.tgt_len,
+        data.eval_mem_len,
+        data.eval_batch_size,
+        ext_len=data.eval_ext_len,
+        clamp_len=data.eval_clamp_len,
+        same_length=data.eval_same_length,
+        document_end=document_end,
+    )
+    readings = [reading, *(replace(reading, memory_length=length) for length in data.eval_memory_lengths)]
+    try:
+        return [each.of(config) for each in readings]
+    except ValueError as error:
+        raise ValueError(f"an evaluation by --eval_tgt_len, --eval_ext_len and --eval_mem_len: {error}") from None
 
 
 def check_schedule(args: TransfoXLTrainingArguments, max_steps: int):

@@ -5,7 +5,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from transformers.trainer_utils import SaveStrategy
 
 from ..data.loading import find_device
 from ..evaluation.cards import RESULTS, SCORED, origin, to_results, weights_digest, write_model_card
-from ..evaluation.language_model import figures
+from ..evaluation.language_model import evaluate_language_model, figures
+from ..evaluation.reading import Reading
 from ..files import disk_errors, name_of, whole_file, write_text
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import DataArguments
@@ -144,15 +144,11 @@ def save_best(trainer: Any, tokenizer: Any):
             tokenizer.save_pretrained(output)
 
 
-def finish(output: Path, texts: dict[str, Any], evaluate: Callable, data: DataArguments):
-    """Print the scores of the model in the output folder, and write them, where there are none yet.
-
-    Args:
-        evaluate: for a text and a memory length (or None) returns a function of a model.
-    """
+def finish(output: Path, texts: dict[str, Any], readings: list[Reading], data: DataArguments):
+    """Print the scores of the model in the output folder, and write them, where there are none yet."""
     if not (output / RESULTS).exists():
         model = AutoModelForCausalLM.from_pretrained(output).to(find_device(None))
-        scores = score(model, texts, evaluate, data) | {"weights": weights_digest(output)}
+        scores = score(model, texts, readings, data) | {"weights": weights_digest(output)}
         results = to_results({split: scores[split] for split in SCORED}, name_of(data.data or ""))
         name = name_of(output)
         write_model_card(output / "README.md", model, name, model_name=name, eval_results=results)
@@ -169,16 +165,17 @@ def finish(output: Path, texts: dict[str, Any], evaluate: Callable, data: DataAr
 
 
 def score(
-    model: TransfoXLForCausalLM, texts: dict[str, Any], evaluate: Callable, data: DataArguments
+    model: TransfoXLForCausalLM, texts: dict[str, Any], readings: list[Reading], data: DataArguments
 ) -> dict[str, Any]:
-    """The scores of a model on the validation and the test text, and with other memory lengths."""
+    """The scores of a model on the validation and the test text, and on the latter by each other reading."""
 
-    def figures_of(split: str, memory_length: int | None = None) -> dict[str, float]:
-        found = evaluate(texts[split], memory_length)(model)
+    def figures_of(split: str, reading: Reading) -> dict[str, float]:
+        found = evaluate_language_model(model, texts[split], **vars(reading))
         return {**dataclasses.asdict(found), **figures(found.nll)}
 
-    results: dict[str, Any] = {split: figures_of(split) for split in SCORED}
-    results["memory_lengths"] = [figures_of("test", length) for length in data.eval_memory_lengths]
+    first, *others = readings
+    results: dict[str, Any] = {split: figures_of(split, first) for split in SCORED}
+    results["memory_lengths"] = [figures_of("test", reading) for reading in others]
     config = model.config
     names = ("attn_type", "tgt_len", "mem_len", "ext_len")
     settings = {"parameters": model.num_parameters(), "loss": data.loss}
