@@ -70,7 +70,6 @@ def main(argv: list[str] | None = None):
         is_removed = Path(scratch) in Path(arguments.training.output_dir).parents
         if is_removed and arguments.training.world_size > 1:
             sys.exit("error: --smoke with several processes needs an --output that they share")
-        check_folders(arguments)
         if torch.cuda.is_available():
             # Products in fp32 beside bf16 use TF32, whose ten bits are enough for a softmax over a vocabulary.
             torch.set_float32_matmul_precision("high")
@@ -127,12 +126,16 @@ def prepare(arguments: Arguments) -> Prepared:
 
 
 def train(arguments: Arguments):
-    """Train a model by a recipe, and score it. Invalid settings are refused before any file of the run changes.
+    """Train a model by a recipe, and score it. Invalid settings are refused before any file of the run changes, paths
+    before anything is loaded.
 
     Raises:
         ValueError, OSError: a setting, a text or a folder is invalid; the message says what would be right.
     """
     output, data, state = Path(arguments.training.output_dir), arguments.data, PartialState()
+    check_output(output, data.resume)
+    if arguments.model.model_name_or_path is not None:
+        hub_or_folder(arguments.model.model_name_or_path)
     prepared = prepare(arguments)
     with locked_output(output, data.resume) if state.is_main_process else nullcontext():
         state.wait_for_everyone()
@@ -192,6 +195,8 @@ def make_trainer(arguments: Arguments, prepared: Prepared) -> TransfoXLTrainer:
 
 def load_data(folder: Path) -> tuple[Any, datasets.DatasetDict]:
     """The output of txl-prepare, with a tokenizer of transformers or of MidiTok; token ids stay on the disk."""
+    if not (folder / "dataset_dict.json").is_file():
+        raise FileNotFoundError(f"--data {folder} is no folder of txl-prepare, which writes one")
     corpus = load_splits(folder)
     for split in SPLITS:
         if split not in corpus:
@@ -352,20 +357,6 @@ def keep_freed_memory():
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
-
-
-def check_folders(arguments: Arguments):
-    """Before anything is loaded, refuse a text that does not exist, and a folder in which files would be lost.
-
-    Raises:
-        OSError: a path is invalid; the message says what would be right.
-    """
-    data, source = Path(arguments.data.data or ""), arguments.model.model_name_or_path
-    check_output(Path(arguments.training.output_dir), arguments.data.resume)
-    if source is not None:
-        hub_or_folder(source)
-    if not (data / "dataset_dict.json").is_file():
-        raise FileNotFoundError(f"--data {data} is no folder of txl-prepare, which writes one")
 
 
 def check_output(output: Path, resume: bool):
