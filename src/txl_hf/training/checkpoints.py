@@ -74,16 +74,11 @@ def begin_run(output_dir: str | os.PathLike, checkpoint: str | os.PathLike | Non
     return run
 
 
-def step_of(checkpoint: str | os.PathLike) -> int | None:
-    """The step in the name of a checkpoint; None for another name."""
-    match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", Path(checkpoint).name)
-    return int(match[1]) if match else None
-
-
 def list_checkpoints(output_dir: str | os.PathLike) -> list[tuple[int, Path]]:
     """The checkpoints of a directory with their steps, in the order of the steps, not of their times."""
-    found = [(step_of(path), path) for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
-    return sorted((step, path) for step, path in found if step is not None)
+    paths = filter(Path.is_dir, Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    found = [(re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name), path) for path in paths]
+    return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:

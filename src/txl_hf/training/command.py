@@ -53,7 +53,7 @@ from ..files import LOCK_NAME, locked_folder
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import FREE, DataArguments, TransfoXLTrainingArguments
-from .checkpoints import last_checkpoint, list_checkpoints, remove_unfinished, step_of
+from .checkpoints import list_checkpoints, remove_unfinished
 from .recipe import RECIPE, Arguments, parse_arguments
 from .report import RunReport, finish, save_best
 from .trainer import TransfoXLTrainer
@@ -139,13 +139,10 @@ def train(arguments: Arguments):
     prepared = prepare(arguments)
     with locked_output(output, data.resume) if state.is_main_process else nullcontext():
         state.wait_for_everyone()
-        resumes = data.resume and bool(list_checkpoints(output))
-        checkpoint = last_checkpoint(output) if resumes else None
-        is_done = checkpoint is not None and step_of(checkpoint) == prepared.max_steps
-        if not is_done or not (output / RESULTS).exists():
+        steps = [step for step, _ in list_checkpoints(output)] if data.resume else []
+        if steps[-1:] != [prepared.max_steps] or not (output / RESULTS).exists():
             trainer = make_trainer(arguments, prepared)
-            # Where none of the checkpoints can be used, True is an error.
-            trainer.train(resume_from_checkpoint=checkpoint or resumes)
+            trainer.train(resume_from_checkpoint=bool(steps))
             is_done = trainer.state.global_step >= prepared.max_steps
             if is_done:
                 save_best(trainer, prepared.tokenizer)
