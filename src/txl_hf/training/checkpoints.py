@@ -1,10 +1,9 @@
 """Checkpoints of a training with memory, complete or absent.
 
-A checkpoint is written into a folder whose name begins with `UNFINISHED_PREFIX`; `finish_checkpoint` renames it when
-it is complete and on the disk. Its manifest names the run that wrote it and each of its files with size and CRC-32, so
-that damage is found before anything is read.
+A checkpoint is a folder whose name begins with `UNFINISHED_PREFIX` until it is on the disk (`finish_checkpoint`). Its
+manifest names the run that wrote it and each of its files with size and CRC-32.
 
-A checkpoint may come from anyone. Nothing in it is executed: pickles are opened as data alone before any library reads
+A checkpoint may come from anyone, and nothing in it is executed: pickles are read as data before any library reads
 them (`checkpoint_problem`), and `data_only` makes `torch.load` refuse everything else.
 """
 
@@ -36,7 +35,7 @@ from .memory import MEMS_NAME, read_position
 
 logger = logging.get_logger(__name__)
 
-# File beside the checkpoints that names the run which writes there now.
+# File beside the checkpoints with the name of the run that writes there now.
 RUN_NAME = "run.json"
 # Pickles that nothing reads.
 NEVER_READ = ("training_args.bin",)
@@ -63,11 +62,7 @@ MEMORY_FORMATS = "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"
 
 
 def begin_run(output_dir: str | os.PathLike, checkpoint: str | os.PathLike | None = None) -> str:
-    """Record which run writes to a directory from now on: the run of the checkpoint that is resumed, or a new one.
-
-    Returns:
-        the name of the run, for `finish_checkpoint`.
-    """
+    """Record the run that writes to a directory from now on, that of the checkpoint or a new one; returns its name."""
     run = secrets.token_hex(8) if checkpoint is None else _read_manifest(Path(checkpoint))["run"]
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     write_text(Path(output_dir) / RUN_NAME, json.dumps({"run": run}) + "\n")
@@ -82,10 +77,8 @@ def list_checkpoints(output_dir: str | os.PathLike) -> list[tuple[int, Path]]:
 
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The usable checkpoint with the most steps, of the run that writes to a directory, or None.
-
-    A warning names checkpoints that cannot be used, or are of an earlier run in the same directory.
-    """
+    """The usable checkpoint with the most steps, of the run that writes to a directory, or None; a warning names each
+    that is passed over."""
     for _, path in reversed(list_checkpoints(output_dir)):
         problem = checkpoint_problem(path)
         if problem is None and not _is_of_current_run(path):
@@ -97,15 +90,11 @@ def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
 
 
 def remove_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str | os.PathLike | None]):
-    """Remove checkpoints until `limit` are left: first checkpoints of earlier runs, then those with the fewest steps.
-
-    Args:
-        limit: number of checkpoints to keep. None or 0: all.
-        keep: checkpoints that are never removed.
-    """
+    """Remove checkpoints but those to `keep` until `limit` are left: first those of earlier runs, then those with the
+    fewest steps. None or 0: no limit."""
     kept = {Path(path).resolve() for path in keep if path is not None}
     checkpoints = [path for _, path in list_checkpoints(output_dir)]
-    # The sort is stable: within a run checkpoints stay in the order of their steps.
+    # Stable: within a run in the order of steps.
     candidates = [path for path in sorted(checkpoints, key=_is_of_current_run) if path.resolve() not in kept]
     if limit:
         for path in candidates[: max(0, len(checkpoints) - limit)]:
@@ -113,7 +102,7 @@ def remove_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, kee
 
 
 def _is_of_current_run(checkpoint: Path) -> bool:
-    """Whether a checkpoint is of the run that writes to its directory; True where none says that it does."""
+    """Whether a checkpoint is of the run that writes to its directory; True where no run is named."""
     try:
         run = json.loads((checkpoint.parent / RUN_NAME).read_text(encoding="utf-8"))["run"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -136,7 +125,7 @@ def finish_checkpoint(written: Path, final: Path, run: str):
 
 
 def remove_unfinished(folder: Path, files: bool = False):
-    """Remove unfinished folders of killed processes; with `files`, where no other process writes, files too."""
+    """Remove what killed processes left: folders, and files too where no other process writes (`files`)."""
     for leftover in folder.glob(f"{UNFINISHED_PREFIX}-*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -145,7 +134,7 @@ def remove_unfinished(folder: Path, files: bool = False):
 
 
 def checkpoint_problem(folder: Path) -> str | None:
-    """The reason why training cannot resume from a checkpoint; None after all files were read and are intact."""
+    """The reason why training cannot resume from a checkpoint; None: all its files were read and are intact."""
     if not folder.is_dir():
         return "it does not exist"
     try:
@@ -171,7 +160,7 @@ def checkpoint_problem(folder: Path) -> str | None:
 
 @contextmanager
 def data_only() -> Iterator[None]:
-    """A context in which `torch.load`, in every library, refuses to call functions that a pickle names."""
+    """A context in which `torch.load` of any library calls no function that a pickle names."""
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ[names[0]] = "1"
@@ -207,7 +196,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_readable(path: Path, name: str):
-    """Raise a ValueError for a file that cannot be opened in the format of its suffix, or holds more than data."""
+    """Raise a ValueError for a file that is not in the format of its suffix, or holds more than data."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt"):
@@ -227,10 +216,8 @@ def _check_readable(path: Path, name: str):
 
 
 class _ShardsMachine(Machine):
-    """Reads the list of shards that torch.distributed.checkpoint pickles, and refuses any but its own records.
-
-    torch then reads the list by the standard unpickler, so only names that do no harm are accepted.
-    """
+    """Reads the list of shards of torch.distributed.checkpoint, and refuses any but its records, because torch then
+    reads it by the standard unpickler."""
 
     def name(self, module: str, name: str):
         path = f"{'builtins' if module == '__builtin__' else module}.{name}"
@@ -256,7 +243,7 @@ class _ShardsMachine(Machine):
 
 def _plain_classes() -> list:
     """Classes in the pickles of accelerate and DeepSpeed that transformers' `safe_globals` leaves out."""
-    # A run that uses DeepSpeed has loaded these modules.
+    # A run with DeepSpeed has loaded these.
     classes = [
         getattr(sys.modules[module], name)
         for module, names in DEEPSPEED_RECORDS.items()

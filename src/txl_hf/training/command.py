@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None):
         if is_removed and arguments.training.world_size > 1:
             sys.exit("error: --smoke with several processes needs an --output that they share")
         if torch.cuda.is_available():
-            # Products in fp32 beside bf16 use TF32, whose ten bits are enough for a softmax over a vocabulary.
+            # TF32, whose ten bits are enough for a softmax over a vocabulary.
             torch.set_float32_matmul_precision("high")
         if not torch.accelerator.is_available():
             keep_freed_memory()
@@ -104,11 +104,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(arguments: Arguments) -> Prepared:
-    """Read the text and the configuration of a run.
-
-    Raises:
-        ValueError, OSError: a setting or a text is invalid; the message says what would be right.
-    """
+    """Read the text and the configuration of a run. Raises a ValueError or an OSError for what is invalid."""
     data, args = arguments.data, arguments.training
     tokenizer, corpus = load_data(Path(data.data or ""))
     config = make_config(arguments, tokenizer)
@@ -126,11 +122,10 @@ def prepare(arguments: Arguments) -> Prepared:
 
 
 def train(arguments: Arguments):
-    """Train a model by a recipe, and score it. Invalid settings are refused before any file of the run changes, paths
-    before anything is loaded.
+    """Train a model by a recipe, and score it.
 
     Raises:
-        ValueError, OSError: a setting, a text or a folder is invalid; the message says what would be right.
+        ValueError, OSError: invalid paths, before anything is loaded, and settings, before a file of the run changes.
     """
     output, data, state = Path(arguments.training.output_dir), arguments.data, PartialState()
     check_output(output, data.resume)
@@ -147,7 +142,7 @@ def train(arguments: Arguments):
             if is_done:
                 save_best(trainer, prepared.tokenizer)
             accelerator = trainer.accelerator
-            # DDP's reducer is freed before the process group: afterwards it can wait for gloo's threads for ever.
+            # Before the process group, because DDP's reducer could wait for gloo's threads for ever.
             del trainer
             accelerator.free_memory()
             accelerator.end_training()
@@ -163,12 +158,12 @@ def make_trainer(arguments: Arguments, prepared: Prepared) -> TransfoXLTrainer:
     """The trainer of a run with its model, which ends with the weights that were best in validation."""
     args, regularization = arguments.training, arguments.regularization
     model = make_model(arguments, prepared)
-    # Set after the checks of TrainingArguments, which want each checkpoint validated: here each best model is saved.
+    # TrainingArguments would want each checkpoint validated; here each best model is saved.
     args.load_best_model_at_end, args.metric_for_best_model, args.greater_is_better = True, "loss", False
     if args.save_total_limit == 1:
-        # Trainer would remove the last checkpoint at the end, from which a longer training goes on.
+        # Trainer would remove the last one at the end, from which a longer training goes on.
         args.save_total_limit = 2
-    # Trainer's constructor sets the seed; `fork_rng` lets dropout draw after the weights, not again.
+    # Trainer's constructor sets the seed, but dropout draws after the weights.
     with torch.random.fork_rng():
         trainer = TransfoXLTrainer(
             model,
@@ -180,7 +175,7 @@ def make_trainer(arguments: Arguments, prepared: Prepared) -> TransfoXLTrainer:
             regularization=regularization if any(vars(regularization).values()) else None,
         )
     if args.world_size > 1:
-        # Weights are the same in all processes, dropout is not.
+        # For dropout; weights are the same in all processes.
         set_seed(args.seed, device_specific=True)
     settings = {name: value for name, value in arguments.settings.items() if name != "resume"}
     trainer.add_callback(RunReport(trainer, settings, arguments.data.metric))
@@ -191,7 +186,7 @@ def make_trainer(arguments: Arguments, prepared: Prepared) -> TransfoXLTrainer:
 
 
 def load_data(folder: Path) -> tuple[Any, datasets.DatasetDict]:
-    """The output of txl-prepare, with a tokenizer of transformers or of MidiTok; token ids stay on the disk."""
+    """The output of txl-prepare, with a tokenizer of transformers or of MidiTok."""
     if not (folder / "dataset_dict.json").is_file():
         raise FileNotFoundError(f"--data {folder} is no folder of txl-prepare, which writes one")
     corpus = load_splits(folder)
@@ -222,8 +217,8 @@ def check_texts(corpus: datasets.DatasetDict, config: TransfoXLConfig, data: Dat
 
 
 def make_readings(config: TransfoXLConfig, data: DataArguments, document_end: int | None) -> list[Reading]:
-    """How evaluations read a text: with the recipe's lengths, and with each of `eval_memory_lengths`; a ValueError for
-    lengths with which a validation would fail, hours later."""
+    """How evaluations read a text: with the recipe's lengths, and with each of `eval_memory_lengths`. Raises a
+    ValueError for lengths with which one would fail."""
     reading = Reading(
         data.eval_tgt_len or config.tgt_len,
         data.eval_mem_len,
@@ -241,11 +236,8 @@ def make_readings(config: TransfoXLConfig, data: DataArguments, document_end: in
 
 
 def check_schedule(args: TransfoXLTrainingArguments, max_steps: int):
-    """The default of a stable schedule's decay: linear, over the last fifth of the steps.
-
-    Raises:
-        ValueError: the schedule does not take its `lr_scheduler_kwargs`.
-    """
+    """The default decay of a stable schedule, linear over the last fifth of the steps. Raises a ValueError where a
+    schedule does not take its `lr_scheduler_kwargs`."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
     if args.lr_scheduler_type == SchedulerType.WARMUP_STABLE_DECAY:
         line = {"num_decay_steps": max_steps // 5, "decay_type": "linear"}
@@ -259,7 +251,7 @@ def check_schedule(args: TransfoXLTrainingArguments, max_steps: int):
 
 
 def find_document_end(data: DataArguments, tokenizer: Any, config: TransfoXLConfig) -> int | None:
-    """The token that ends documents; a ValueError where the model cannot begin one inside a segment."""
+    """The token that ends documents. Raises a ValueError where the model cannot begin one inside a segment."""
     given = data.document_end
     document_end = read_document_end(Path(data.data or ""), tokenizer, given)
     if document_end is not None:
@@ -273,7 +265,7 @@ def find_document_end(data: DataArguments, tokenizer: Any, config: TransfoXLConf
 def make_stream(
     token_ids: Any, config: TransfoXLConfig, arguments: Arguments, document_end: int | None
 ) -> TokenStream:
-    """The training text; its documents, if any, are read without the text before them."""
+    """The training text."""
     data, seed = arguments.data, arguments.training.seed
     length = config.tgt_len * arguments.training.backprop_segments
     if data.roll:
@@ -297,8 +289,8 @@ def make_stream(
 
 
 def make_config(arguments: Arguments, tokenizer: Any) -> TransfoXLConfig:
-    """The configuration of a new model, or of a checkpoint whose vocabulary must be the text's, with changed settings.
-    With `loss="half"`, `ext_len` is the segment's length."""
+    """The configuration of a new model, or of a checkpoint with changed settings. Raises a ValueError for settings
+    that do not fit the text or the checkpoint."""
     given, data = dict(arguments.config), arguments.data
     source, vocab_size = arguments.model.model_name_or_path, len(tokenizer)
     config = TransfoXLConfig() if source is None else load_config(source, "--model_name_or_path")
@@ -329,7 +321,7 @@ def make_config(arguments: Arguments, tokenizer: Any) -> TransfoXLConfig:
 
 
 def make_model(arguments: Arguments, prepared: Prepared) -> TransfoXLForCausalLM:
-    """A new model, initialised by the run's seed, or the model of a checkpoint."""
+    """A new model, or that of a checkpoint."""
     config, source = prepared.config, arguments.model.model_name_or_path
     settings = {"attn_implementation": arguments.model.attn_implementation or "auto"}
     set_seed(arguments.training.seed)
@@ -337,17 +329,13 @@ def make_model(arguments: Arguments, prepared: Prepared) -> TransfoXLForCausalLM
         model = AutoModelForCausalLM.from_config(config, **settings)
     else:
         model = load_language_model(source, config=config, dtype=torch.float32, **settings)
-    # Only tokens that are None are set, because a checkpoint has its own.
     fill_special_tokens(model.generation_config, prepared.tokenizer, prepared.document_end)
     return model
 
 
 def keep_freed_memory():
-    """Let glibc, if it is there, reuse freed memory for later tensors.
-
-    By default it maps each large tensor anew and the system adds memory page by page: 76,000 pages in a step of
-    `wikipedia_small.yaml`, a tenth of its seconds.
-    """
+    """Let glibc, if it is there, reuse freed memory. Otherwise each large tensor is mapped anew, page by page, which
+    takes a tenth of a step of `wikipedia_small.yaml`."""
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
             mallopt(parameter, 2**31 - 1)
@@ -371,7 +359,7 @@ def locked_output(output: Path, resume: bool) -> Iterator[None]:
     """A context that locks the folder of a run, made where it is missing, against other runs."""
     output.mkdir(parents=True, exist_ok=True)
     with locked_folder(output):
-        # Another run may have begun and ended there since the first check.
+        # Another run may have ended there since the first check.
         check_output(output, resume)
         remove_unfinished(output, files=True)
         yield

@@ -1,7 +1,4 @@
-"""The optimizers that a training names, and an average of the weights that they leave.
-
-A new optimizer is a name in `arguments.Optimizer` and a branch of `make_optimizer`.
-"""
+"""The optimizers that a training names, and an average of the weights that they leave."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,18 +88,17 @@ class ScaledByLength(TrainerCallback):
         self.stream = stream
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        # The length is the stream's, because counting labels would make the host wait for the device.
+        # To count labels the host would wait for the device.
         begin, end = self.stream.segment(state.global_step % self.stream.steps)
         for group in optimizer.param_groups:
-            # After the step the schedule replaces this rate.
+            # The schedule replaces it after the step.
             group["lr"] *= (end - begin) / self.stream.segment_length
 
 
 class Averaging(TrainerCallback):
     """The mean of a model's weights after each step, or their exponential moving average.
 
-    `torch.optim.swa_utils.AveragedModel` is not used, because it counts on the device, for which the host would wait
-    two or three times a step.
+    `torch.optim.swa_utils.AveragedModel` counts on the device, for which the host would wait at each step.
 
     Args:
         decay: factor of the older average at each step; None: all steps count alike.
@@ -142,7 +138,7 @@ class Averaging(TrainerCallback):
                 torch._foreach_copy_(weights, before)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
-        # The model now has the weights of the best checkpoint, if `load_best_model_at_end` is set.
+        # Now the model has the weights of that checkpoint.
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self.load(Path(state.best_model_checkpoint), model)
 

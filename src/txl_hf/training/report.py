@@ -32,17 +32,15 @@ SECONDS_MEASURED = 5
 
 class RunReport(TrainerCallback):
     """Prints what is trained and how long it will take, writes settings, log and plot, and asks for a checkpoint of
-    each model that is the best so far, which Trainer loads at the end.
-    """
+    each model that is the best so far."""
 
     def __init__(self, trainer: Any, settings: dict[str, Any], metric: str):
         """Args:
-        trainer: the `TransfoXLTrainer` that it reports of. settings: of the run, as in a recipe. metric: of `figures`,
-        the one that is plotted.
+        trainer: a `TransfoXLTrainer`. settings: of the run, as in a recipe. metric: of `figures`, the one to plot.
         """
         self.trainer, self.settings, self.metric = trainer, settings, metric
         self.output = Path(trainer.args.output_dir)
-        # Steps that were timed. The first is left out, because it may compile.
+        # The first step is not timed, because it may compile.
         self.timed, self.seconds, self.expected = -1, 0.0, False
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -57,7 +55,7 @@ class RunReport(TrainerCallback):
             print(self._describe(args, state), file=sys.stderr)
 
     def _write_settings(self, step: int):
-        """Write the settings of the run, and print those that change at the step that it goes on from."""
+        """Write the settings of the run, and print those that change at this step."""
         before = read_recipe(self.output / RECIPE) if step else self.settings
         for name in sorted((self.settings.keys() | before.keys()) - {"output"}):
             if (old := before.get(name)) != (new := self.settings.get(name)):
@@ -66,7 +64,7 @@ class RunReport(TrainerCallback):
         write_text(self.output / RECIPE, yaml.safe_dump(self.settings, sort_keys=False))
 
     def _describe(self, args, state) -> str:
-        """One line on the run: size of the model, devices, precision, and number of steps."""
+        """One line on the run."""
         stream = self.trainer.train_dataset
         parameters = self.trainer.accelerator.unwrap_model(self.trainer.model).num_parameters()
         begun = f" from step {state.global_step:,}" if state.global_step else ""
@@ -82,7 +80,7 @@ class RunReport(TrainerCallback):
         self.since = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        # A step that is saved or validated is logged, because the log refuses a loss that is not finite.
+        # `on_log` refuses a loss that is not finite before the step is saved.
         control.should_log |= control.should_save or control.should_evaluate
         if state.is_world_process_zero and not self.expected:
             self._expect(args, state.max_steps - state.global_step)
@@ -104,14 +102,13 @@ class RunReport(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         loss = logs.get("loss", logs.get("eval_loss", 0.0))
         if not math.isfinite(loss):
-            # Refused before it replaces a checkpoint from which training can resume.
             which = "the loss" if "loss" in logs else "the validation loss"
             raise FloatingPointError(f"{which} is {loss} before step {state.global_step + 1}: lower --learning_rate")
         if state.is_world_process_zero:
             self._write_log(state)
 
     def _write_log(self, state) -> list[dict[str, Any]]:
-        """Write what Trainer has logged of training and validation, a line of JSON each."""
+        """Write what Trainer has logged as lines of JSON, and return them."""
         lines: list[dict[str, Any]] = []
         for logs in state.log_history:
             if "loss" in logs:
@@ -133,8 +130,7 @@ class RunReport(TrainerCallback):
 
 
 def save_best(trainer: Any, tokenizer: Any):
-    """Save the model that a training ended with, which is the best, or the average of its weights, with its tokenizer
-    in the output folder."""
+    """Save the model that a training ended with, or the average of its weights, with its tokenizer."""
     output = Path(trainer.args.output_dir)
     with trainer.averaged(), disk_errors(output):
         state_dict = trainer.accelerator.get_state_dict(trainer.model, unwrap=False)
@@ -152,7 +148,7 @@ def finish(output: Path, texts: dict[str, Any], readings: list[Reading], data: D
         results = to_results({split: scores[split] for split in SCORED}, name_of(data.data or ""))
         name = name_of(output)
         write_model_card(output / "README.md", model, name, model_name=name, eval_results=results)
-        # Written last, because it marks a finished run.
+        # Last, because it marks a finished run.
         write_text(output / RESULTS, json.dumps(scores, indent=1) + "\n")
     found, metric = json.loads((output / RESULTS).read_text(encoding="utf-8")), data.metric
     for split in SCORED:
@@ -167,7 +163,7 @@ def finish(output: Path, texts: dict[str, Any], readings: list[Reading], data: D
 def score(
     model: TransfoXLForCausalLM, texts: dict[str, Any], readings: list[Reading], data: DataArguments
 ) -> dict[str, Any]:
-    """The scores of a model on the validation and the test text, and on the latter by each other reading."""
+    """The scores of a model on validation and test text, and on the latter by each other reading."""
 
     def figures_of(split: str, reading: Reading) -> dict[str, float]:
         found = evaluate_language_model(model, texts[split], **vars(reading))
