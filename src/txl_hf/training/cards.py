@@ -79,22 +79,19 @@ def create_model_card(
 
 def card_results(trainer: Trainer, dataset: str) -> list[EvalResult]:
     """The figures of a Trainer's model as it is now, on a data set of this name; evaluation sets are its splits."""
-    splits: dict[str, dict[str, float]] = {}
-    for logs in evaluations_of_now(trainer):
-        for prefix in (name.removesuffix("_bits_per_token") for name in logs if name.endswith("_bits_per_token")):
-            split = prefix.removeprefix("eval").removeprefix("_") or "evaluation"
-            splits[split] = {name: logs[f"{prefix}_{name}"] for name in METRICS}
-    return to_results(splits, dataset)
-
-
-def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
-    """The entries of a Trainer's log that were measured on the weights that its model has now."""
     state, history = trainer.state, trainer.state.log_history
     # After a training, whose entry alone has `total_flos`, Trainer reloads the best checkpoint.
     ended = next((i for i, logs in enumerate(history) if "total_flos" in logs), None)
     if ended is None or not trainer.args.load_best_model_at_end or state.best_model_checkpoint is None:
-        return [logs for logs in history if logs.get("step") == state.global_step]
-    return [logs for logs in history[:ended] if logs.get("step") == state.best_global_step] + history[ended:]
+        of_now = [logs for logs in history if logs.get("step") == state.global_step]
+    else:
+        of_now = [logs for logs in history[:ended] if logs.get("step") == state.best_global_step] + history[ended:]
+    splits: dict[str, dict[str, float]] = {}
+    for logs in of_now:
+        for prefix in (name.removesuffix("_bits_per_token") for name in logs if name.endswith("_bits_per_token")):
+            split = prefix.removeprefix("eval").removeprefix("_") or "evaluation"
+            splits[split] = {name: logs[f"{prefix}_{name}"] for name in METRICS}
+    return to_results(splits, dataset)
 
 
 def complete_push(trainer: Any, model: TransfoXLLayoutModel) -> None:

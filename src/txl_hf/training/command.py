@@ -110,7 +110,12 @@ def prepare(arguments: Arguments) -> Prepared:
     config = make_config(arguments, tokenizer)
     check_texts(corpus, config, data)
     texts = {split: open_tokens(corpus[split]["token_ids"]) for split in SPLITS}
-    document_end = find_document_end(data, tokenizer, config)
+    document_end = read_document_end(Path(data.data or ""), tokenizer, given := data.document_end)
+    if document_end is not None:
+        try:
+            config.check_documents("documents in --data" if given is None else f"--document_end {given} and --data")
+        except ValueError as error:
+            raise ValueError(f"{error}, or read the text as one with --document_end none") from None
     readings = make_readings(config, data, document_end)
     fill_special_tokens(config, tokenizer, document_end)
     stream = make_stream(texts["train"], config, arguments, document_end)
@@ -248,18 +253,6 @@ def check_schedule(args: TransfoXLTrainingArguments, max_steps: int):
     except (TypeError, ZeroDivisionError) as error:
         name = getattr(kind, "value", kind)
         raise ValueError(f"--lr_scheduler_type {name} with --lr_scheduler_kwargs {details}: {error}") from error
-
-
-def find_document_end(data: DataArguments, tokenizer: Any, config: TransfoXLConfig) -> int | None:
-    """The token that ends documents. Raises a ValueError where the model cannot begin one inside a segment."""
-    given = data.document_end
-    document_end = read_document_end(Path(data.data or ""), tokenizer, given)
-    if document_end is not None:
-        try:
-            config.check_documents("documents in --data" if given is None else f"--document_end {given} and --data")
-        except ValueError as error:
-            raise ValueError(f"{error}, or read the text as one with --document_end none") from None
-    return document_end
 
 
 def make_stream(

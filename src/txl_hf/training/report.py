@@ -20,7 +20,6 @@ from ..evaluation.cards import RESULTS, SCORED, origin, to_results, weights_dige
 from ..evaluation.language_model import evaluate_language_model, figures
 from ..evaluation.reading import Reading
 from ..files import disk_errors, name_of, whole_file, write_text
-from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import DataArguments
 from .recipe import RECIPE, read_recipe
 
@@ -141,10 +140,21 @@ def save_best(trainer: Any, tokenizer: Any):
 
 
 def finish(output: Path, texts: dict[str, Any], readings: list[Reading], data: DataArguments):
-    """Print the scores of the model in the output folder, and write them, where there are none yet."""
+    """Print the scores of the model in the output folder, and write them, where there are none yet: of validation and
+    test text, and of the latter by each other reading."""
     if not (output / RESULTS).exists():
         model = AutoModelForCausalLM.from_pretrained(output).to(find_device(None))
-        scores = score(model, texts, readings, data) | {"weights": weights_digest(output)}
+
+        def score(split: str, reading: Reading) -> dict[str, Any]:
+            found = evaluate_language_model(model, texts[split], **vars(reading))
+            return {**dataclasses.asdict(found), **figures(found.nll)}
+
+        scores: dict[str, Any] = {split: score(split, readings[0]) for split in SCORED}
+        scores["memory_lengths"] = [score("test", reading) for reading in readings[1:]]
+        settings = {"parameters": model.num_parameters(), "loss": data.loss}
+        names = ("attn_type", "tgt_len", "mem_len", "ext_len")
+        scores["model"] = {name: getattr(model.config, name) for name in names} | settings
+        scores |= origin() | {"weights": weights_digest(output)}
         results = to_results({split: scores[split] for split in SCORED}, name_of(data.data or ""))
         name = name_of(output)
         write_model_card(output / "README.md", model, name, model_name=name, eval_results=results)
@@ -158,24 +168,6 @@ def finish(output: Path, texts: dict[str, Any], readings: list[Reading], data: D
     parameters = found["model"]["parameters"]
     print(f"the model, of {parameters / 1e6:.1f} M parameters, is in {output}; its figures are in {output / RESULTS}")
     print(f'to write with it: txl-generate {output} --prompt "…"')
-
-
-def score(
-    model: TransfoXLForCausalLM, texts: dict[str, Any], readings: list[Reading], data: DataArguments
-) -> dict[str, Any]:
-    """The scores of a model on validation and test text, and on the latter by each other reading."""
-
-    def figures_of(split: str, reading: Reading) -> dict[str, float]:
-        found = evaluate_language_model(model, texts[split], **vars(reading))
-        return {**dataclasses.asdict(found), **figures(found.nll)}
-
-    first, *others = readings
-    results: dict[str, Any] = {split: figures_of(split, first) for split in SCORED}
-    results["memory_lengths"] = [figures_of("test", reading) for reading in others]
-    config = model.config
-    names = ("attn_type", "tgt_len", "mem_len", "ext_len")
-    settings = {"parameters": model.num_parameters(), "loss": data.loss}
-    return results | {"model": {name: getattr(config, name) for name in names} | settings, **origin()}
 
 
 def plot(log: list[dict[str, float]], path: Path, metric: str):

@@ -302,8 +302,12 @@ class TransfoXLTrainer(Trainer):
                 # It was moved together with this one.
                 self.state.best_model_checkpoint = str(best)
             if not self.args.ignore_data_skip:
-                self._memory = self._load_memory(self._resumed_from)
-                epoch, batches = self._memory.epoch, self._memory.step * self.args.gradient_accumulation_steps
+                steps, stream = self.args.gradient_accumulation_steps, self.train_dataset
+                position, _ = read_position(self._resumed_from)
+                if isinstance(stream, TextStream) and "read" in position:
+                    stream.expect(position["read"])
+                self._memory = StreamMemory.load(self._resumed_from, self.accelerator, steps, stream.batch_size)
+                epoch, batches = self._memory.epoch, self._memory.step * steps
         self._goes_on = True
         return epoch, batches
 
@@ -315,7 +319,11 @@ class TransfoXLTrainer(Trainer):
             self._set_optimizer()
             if self._averaging is not None:
                 self._averaging.load(self._resumed_from, self.model)
-        self._captured = self._make_captured()
+        stream, model = self.train_dataset, self.accelerator.unwrap_model(self.model)
+        read = (getattr(stream, "segment_length", 0) + model.config.ext_len) * self.args.train_batch_size
+        if should_capture_steps(self.args, self.accelerator, model, getattr(stream, "document_end", None), read):
+            dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
+            self._captured = CapturedSteps(Forward(self.model, nullcontext, self._regularizer), dtype=dtype)
         if self._compiled or self._captured is not None:
             logger.info(
                 f"layers compiled: {self._compiled} (compile_layers); steps of equal shapes launched as CUDA graphs: "
@@ -334,15 +342,6 @@ class TransfoXLTrainer(Trainer):
         for group, asked, factor in zip(self.optimizer.param_groups, self._asked, factors, strict=True):
             rate = asked["lr"] * factor(self.lr_scheduler.last_epoch)
             group.update({**asked, "lr": rate, "initial_lr": asked["lr"]})
-
-    def _make_captured(self) -> CapturedSteps | None:
-        stream, model = self.train_dataset, self.accelerator.unwrap_model(self.model)
-        read = (getattr(stream, "segment_length", 0) + model.config.ext_len) * self.args.train_batch_size
-        document_end = getattr(stream, "document_end", None)
-        if not should_capture_steps(self.args, self.accelerator, model, document_end, read):
-            return None
-        dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
-        return CapturedSteps(Forward(self.model, nullcontext, self._regularizer), dtype=dtype)
 
     def _begin_epoch(self, *event, **kwargs):
         """An epoch begins at the beginning of the text, except one that is resumed."""
@@ -390,7 +389,10 @@ class TransfoXLTrainer(Trainer):
         """As in `Trainer`, with the memory of these rows, which that of the call replaces."""
         # A callback or a resumed training may have made `mem_len` shorter.
         memory = latest_states(self._memory.current, self.model.config.mem_len)
-        if self._is_captured(model, inputs) and num_items_in_batch is not None:
+        # While the memory grows, shapes change.
+        full = self.memory_length is None or self.memory_length >= self.model.config.mem_len
+        usual = model.training and self.compute_loss_func is None and "shift_labels" in inputs
+        if self._captured is not None and full and usual and num_items_in_batch is not None:
             nll, penalty, memory = self._captured(inputs, memory)
             self._memory.replace(self._carried(memory))
             return nll / num_items_in_batch + self._share_of(penalty)
@@ -429,12 +431,6 @@ class TransfoXLTrainer(Trainer):
             )
         parts = {name: value.chunk(segments, dim=1) for name, value in inputs.items() if value.dim() > 1}
         return [{**inputs, **dict(zip(parts, part, strict=True))} for part in zip(*parts.values(), strict=True)]
-
-    def _is_captured(self, model, inputs: dict[str, Any]) -> bool:
-        """Whether a call is captured. While the memory grows, shapes change."""
-        full = self.memory_length is None or self.memory_length >= self.model.config.mem_len
-        usual = model.training and self.compute_loss_func is None and "shift_labels" in inputs
-        return self._captured is not None and full and usual
 
     def _share_of(self, penalty: Tensor) -> Tensor:
         """A penalty of value 0, with its gradient, because logged losses are without it."""
@@ -639,13 +635,6 @@ class TransfoXLTrainer(Trainer):
         elif isinstance(dataset, TextStream) and memory.step > 0:
             position["read"] = dataset.documents_read
         memory.save(folder, self.accelerator, position, writes=self.args.should_save)
-
-    def _load_memory(self, folder: Path) -> StreamMemory:
-        position, _ = read_position(folder)
-        if isinstance(self.train_dataset, TextStream) and "read" in position:
-            self.train_dataset.expect(position["read"])
-        steps = self.args.gradient_accumulation_steps
-        return StreamMemory.load(folder, self.accelerator, steps, self.train_dataset.batch_size)
 
 
 def check_special_tokens(config: TransfoXLConfig, tokenizer):
