@@ -237,7 +237,8 @@ def make_readings(config: TransfoXLConfig, data: DataArguments, document_end: in
     try:
         return [each.of(config) for each in readings]
     except ValueError as error:
-        raise ValueError(f"an evaluation by --eval_tgt_len, --eval_ext_len and --eval_mem_len: {error}") from None
+        options = "--eval_tgt_len, --eval_ext_len, --eval_mem_len, --eval_memory_lengths"
+        raise ValueError(f"an evaluation ({options}): {error}") from None
 
 
 def check_schedule(args: TransfoXLTrainingArguments, max_steps: int):
