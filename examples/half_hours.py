@@ -59,7 +59,7 @@ from study import StudyParser, options_that_differ
 from txl_hf.command_line import at_least_zero, one_line_errors
 from txl_hf.evaluation.cards import RESULTS
 from txl_hf.files import write_text
-from txl_hf.training.callbacks import MemoryLength
+from txl_hf.training.memory import MemoryLength
 from txl_hf.training.recipe import RECIPE, Arguments, read_recipe
 from txl_hf.training.recipe import parse_arguments as training_arguments
 from txl_hf.training.report import PRECISIONS

@@ -13,7 +13,7 @@ import pytest
 from txl_hf import commands
 from txl_hf.command_line import CommandParser, check_files, hub_or_folder, interrupted_by_signals, one_line_errors
 from txl_hf.files import disk_errors
-from txl_hf.training.command import check_folders
+from txl_hf.training.command import load_data
 from txl_hf.training.recipe import parse_arguments
 
 
@@ -114,11 +114,8 @@ def test_what_a_disk_refuses_is_named(tmp_path):
 
 
 def test_a_folder_that_is_no_tokenised_text_is_said(tmp_path):
-    (tmp_path / "recipe.yaml").write_text("max_steps: 1\n")
-    options = ["--data", str(tmp_path), "--output", str(tmp_path / "output")]
-    arguments = parse_arguments([str(tmp_path / "recipe.yaml"), *options])
-    with pytest.raises(FileNotFoundError, match="is no folder of txl-prepare, which writes one"):
-        check_folders(arguments)
+    with pytest.raises(FileNotFoundError, match=f"--data {tmp_path} is no folder of txl-prepare, which writes one"):
+        load_data(tmp_path)
 
 
 @pytest.mark.parametrize("option", ["output", "plot"])

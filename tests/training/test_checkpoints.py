@@ -137,7 +137,7 @@ def sign(checkpoint: Path):
     run = json.loads((checkpoint / MANIFEST_NAME).read_text())["run"]
     files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST_NAME]
     described = {path.relative_to(checkpoint).as_posix(): checkpoints._describe(path) for path in files}
-    checkpoints._write_manifest(checkpoint, run, described)
+    (checkpoint / MANIFEST_NAME).write_text(json.dumps({"run": run, "files": described}))
 
 
 # --- nothing runs ----------------------------------------------------------------------------------------------------

@@ -1275,7 +1275,6 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
         ({"mem_warmup_ratio": 0.5, "mem_len": 0}, "--mem_warmup_ratio 0.5 grows no memory, as mem_len is 0"),
         ({"roll": True, "varlen": True}, "--roll goes together with neither --varlen, nor --ext_len"),
         ({"tgt_len": 80}, "the text has 289 tokens, but batch_size=4 streams of at least one segment"),
-        ({"muon_lr_factor": 2.0}, "--muon_lr_factor 2 is of --optimizer muon: set it to 1"),
         ({"learning_rate": -1e-3}, "Invalid learning rate: -0.001"),
         ({"learning_rate": math.nan}, "Invalid learning rate: nan"),
         ({"adam_epsilon": -1.0}, "Invalid epsilon value: -1.0"),

@@ -1,6 +1,6 @@
 """Training with memory: `TransfoXLTrainer`, and `txl-train`, which reads a recipe into it.
 
-Imports `transfo_xl`, `kernels`, `data` and `evaluation`. `trainer` is the loop, with `arguments`, `optimizers`,
-`callbacks`, `regularization`, `checkpoints`, `cards` and `steps` (whether layers are compiled and steps captured).
-`recipe` reads a recipe and the command line, `command` runs a training, `report` writes its output.
+`trainer` is the loop, with `arguments`, `memory`, `optimizers`, `regularization`, `checkpoints`, `cards` and `steps`
+(compiled layers, captured steps). `recipe` reads a recipe and the command line, `command` runs a training, `report`
+writes its output.
 """

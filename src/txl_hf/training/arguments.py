@@ -9,15 +9,14 @@ from transformers import TrainingArguments
 from ..command_line import option
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 
-# Fields of the configuration that the text decides, or that do not affect training, which are no options.
+# Fields of the configuration that are no options, because the text decides them, or training does not read them.
 _OF_THE_TEXT = {"vocab_size", "eos_token_id", "adaptive", "sample_softmax", "tie_projs", "input_size", "output_logits"}
 CONFIG = {
     entry.name: entry.default if entry.default is not dataclasses.MISSING else None
     for entry in dataclasses.fields(TransfoXLConfig)
     if entry.name in TransfoXLConfig.__annotations__ and entry.name not in _OF_THE_TEXT
 }
-# Lengths and dropouts, which may change when a training is resumed or a checkpoint fine-tuned. Weights depend on all
-# other fields.
+# Fields that weights do not depend on, which a resumed or fine-tuned model may change.
 FREE = {"dropout", "dropatt", "tgt_len", "mem_len", "ext_len", "clamp_len", "decay_len", "same_length"}
 FIXED = CONFIG.keys() - FREE - {"init", "init_range", "init_std", "proj_init_std", "max_klen"}
 # Values of `optimizer`; if it is None, transformers' `optim` chooses.
@@ -31,15 +30,12 @@ class TransfoXLTrainingArguments(TrainingArguments):
     Args:
         optimizer: one of `Optimizer`, in place of `optim`, or None.
         embedding_lr_factor: factor of the learning rate of the embeddings' tables.
-        muon_lr_factor: factor of the learning rate of the matrices under Muon.
         scale_lr_by_length: scale each step's learning rate by its segment's length over the stream's.
-        average: None, "ema" (exponential, with `ema_decay`) or "equal" (all steps alike): evaluate and save an average
-            of the weights after each step. Checkpoints keep both.
-        average_start: step after which the average begins.
+        average: "none", "ema" (exponential, with `ema_decay`) or "equal" (all steps alike): evaluate and save an
+            average of the weights after each step from `average_start` on. Checkpoints keep both.
         mem_warmup_ratio: part of all steps over which the memory grows from 1 to `mem_len` states.
-        backprop_segments: the number k of segments that gradients flow back through, by the memory. Each item of the
-            stream is read as k segments, one after the other, whose losses make one step; so make the stream with a
-            `segment_length` k times as long.
+        backprop_segments: number k of segments that gradients flow back through, by the memory. An item of the stream,
+            whose `segment_length` is k times that of a segment, makes one step.
         compile_layers: compile each layer, one graph for all, and LAMB's update. None: on a GPU on which Triton runs.
         cuda_graphs: launch the kernels of a step as CUDA graphs. None: where steps are small and can be captured.
 
@@ -62,7 +58,6 @@ class TransfoXLTrainingArguments(TrainingArguments):
         "None: --optim."
     )
     embedding_lr_factor: float = option("Factor of the learning rate of the embeddings.", 1.0)
-    muon_lr_factor: float = option("Factor of the learning rate of the matrices under muon.", 1.0)
     scale_lr_by_length: bool = option("Scale the learning rate by the segment's length over tgt_len.", False)
     average: Literal["none", "ema", "equal"] = option("Evaluate and save an average of the weights.", "none")
     average_start: int = option("Step after which the average begins.", 0)
@@ -77,11 +72,10 @@ class TransfoXLTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        # The scaler skips a step that overflowed, so the log leaves out its loss.
+        # The scaler skips a step that overflowed.
         self.logging_nan_inf_filter |= self.fp16
         # Optimizers check their other settings.
-        bounds = {"embedding_lr_factor": float("inf"), "muon_lr_factor": float("inf"), "ema_decay": 1.0}
-        for name, below in bounds.items():
+        for name, below in {"embedding_lr_factor": float("inf"), "ema_decay": 1.0}.items():
             if not 0 <= (value := getattr(self, name)) < below:
                 raise ValueError(f"--{name} is {value:g}, but must be at least 0 and below {below:g}")
         if not 0 <= self.mem_warmup_ratio <= 1:
@@ -95,11 +89,9 @@ class TransfoXLTrainingArguments(TrainingArguments):
                 f"--average_start is {self.average_start}, but must be less than all {self.max_steps} steps, so that "
                 "something is averaged"
             )
-        if self.muon_lr_factor != 1 and self.optimizer != "muon":
-            raise ValueError(f"--muon_lr_factor {self.muon_lr_factor:g} is of --optimizer muon: set it to 1")
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the Hub's write token, because Trainer pickles its arguments into shared files."""
+        """The state without the Hub's token, because Trainer pickles its arguments into files that are shared."""
         return {**vars(self), "hub_token": None}
 
     @classmethod

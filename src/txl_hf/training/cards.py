@@ -1,4 +1,4 @@
-"""The card that `TransfoXLTrainer` writes of its model, and the files that it pushes beside the weights."""
+"""The card of a `TransfoXLTrainer`'s model, and the files that it pushes beside the weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,16 +36,15 @@ def create_model_card(
     dataset_tags: str | list[str] | None = None,
     dataset: str | list[str] | None = None,
 ) -> None:
-    """Write the package's card to the output directory of a TransfoXLTrainer, in place of any other, with the training
-    procedure from Trainer's own card. Its results are the evaluations of the current weights.
+    """Write a card to the output directory of a TransfoXLTrainer, in place of any other, with the training procedure
+    of Trainer's own card, and the evaluations of the current weights as results.
 
     Args:
         model: the trainer's, unwrapped.
-        license: by default the license of the base model on the Hub.
-        tasks: the task under which the Hub files the model; by default that of its head.
-        dataset_tags: identifiers of data sets on the Hub, for its search.
-        dataset: display names of the data sets. The card says that the model was trained on them; results are of the
-            first.
+        license: by default that of the base model on the Hub.
+        tasks: the model's task on the Hub; by default that of its head.
+        dataset_tags: identifiers of data sets on the Hub.
+        dataset: names of the data sets that it was trained on; results are of the first.
     """
     if not trainer.is_world_process_zero():
         return
@@ -54,7 +53,7 @@ def create_model_card(
     repository = trainer.hub_model_id or name
     on_hub, called = _as_list(dataset_tags), _as_list(dataset)
     base_model = finetuned_from or base_model_of(model, repository).get("base_model")
-    # `from_trainer` looks up the licence by a name, whose default, the folder's, may be empty.
+    # By default `from_trainer` takes the folder's name, which may be empty.
     summary = TrainingSummary.from_trainer(trainer, license=license, model_name=name, finetuned_from=base_model)
     results = card_results(trainer, next(iter(on_hub or called), "evaluation text"))
     if called:
@@ -79,37 +78,25 @@ def create_model_card(
 
 
 def card_results(trainer: Trainer, dataset: str) -> list[EvalResult]:
-    """The figures of a Trainer's model as it is now; their split is the name of the evaluation set, if it has one.
-
-    Args:
-        dataset: name of the data set that it was evaluated on.
-    """
+    """The figures of a Trainer's model as it is now, on a data set of this name; evaluation sets are its splits."""
+    state, history = trainer.state, trainer.state.log_history
+    # After a training, whose entry alone has `total_flos`, Trainer reloads the best checkpoint.
+    ended = next((i for i, logs in enumerate(history) if "total_flos" in logs), None)
+    if ended is None or not trainer.args.load_best_model_at_end or state.best_model_checkpoint is None:
+        of_now = [logs for logs in history if logs.get("step") == state.global_step]
+    else:
+        of_now = [logs for logs in history[:ended] if logs.get("step") == state.best_global_step] + history[ended:]
     splits: dict[str, dict[str, float]] = {}
-    for logs in evaluations_of_now(trainer):
+    for logs in of_now:
         for prefix in (name.removesuffix("_bits_per_token") for name in logs if name.endswith("_bits_per_token")):
             split = prefix.removeprefix("eval").removeprefix("_") or "evaluation"
             splits[split] = {name: logs[f"{prefix}_{name}"] for name in METRICS}
     return to_results(splits, dataset)
 
 
-def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
-    """The entries of a Trainer's log that were measured on the weights that its model has now."""
-    state, history = trainer.state, trainer.state.log_history
-    # Trainer reloads the best checkpoint after a training, which the entry with `total_flos` marks. (`train_runtime`
-    # does not: with `include_num_input_tokens_seen` every entry can have it.)
-    ended = next((i for i, logs in enumerate(history) if "total_flos" in logs), None)
-    if ended is None or not trainer.args.load_best_model_at_end or state.best_model_checkpoint is None:
-        return [logs for logs in history if logs.get("step") == state.global_step]
-    return [logs for logs in history[:ended] if logs.get("step") == state.best_global_step] + history[ended:]
-
-
 def complete_push(trainer: Any, model: TransfoXLLayoutModel) -> None:
-    """Before the first push write the model's code to the output directory, beside the weights that Trainer copies
-    from a checkpoint, and a card unless the user wrote one.
-
-    Args:
-        trainer: whose output directory is pushed. model: its model, unwrapped.
-    """
+    """Write a model's code, and a card unless the user wrote one, to the output directory that its trainer pushes,
+    beside the weights that Trainer copies from a checkpoint."""
     output = Path(trainer.args.output_dir)
     custom_object_save(model, output, config=model.config)
     card = output / "README.md"

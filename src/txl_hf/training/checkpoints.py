@@ -1,10 +1,9 @@
 """Checkpoints of a training with memory, complete or absent.
 
-A checkpoint is written into a folder whose name begins with `UNFINISHED_PREFIX`; `finish_checkpoint` renames it when
-it is complete and on the disk. Its manifest names the run that wrote it and each of its files with size and CRC-32, so
-that damage is found before anything is read.
+A checkpoint is a folder whose name begins with `UNFINISHED_PREFIX` until it is on the disk (`finish_checkpoint`). Its
+manifest names the run that wrote it and each of its files with size and CRC-32.
 
-A checkpoint may come from anyone. Nothing in it is executed: pickles are opened as data alone before any library reads
+A checkpoint may come from anyone, and nothing in it is executed: pickles are read as data before any library reads
 them (`checkpoint_problem`), and `data_only` makes `torch.load` refuse everything else.
 """
 
@@ -17,7 +16,6 @@ import secrets
 import shutil
 import sys
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -32,11 +30,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..files import MANIFEST_NAME, UNFINISHED_PREFIX, move_into_place, write_text
+from ..legacy.unpickle import STAND_IN, Machine, Name, StandIn, UnsafePickleError, load, shown
 from .memory import MEMS_NAME, read_position
 
 logger = logging.get_logger(__name__)
 
-# File beside the checkpoints that names the run which writes there now.
+# File beside the checkpoints with the name of the run that writes there now.
 RUN_NAME = "run.json"
 # Pickles that nothing reads.
 NEVER_READ = ("training_args.bin",)
@@ -52,44 +51,34 @@ SHARD_RECORDS = re.compile(
     pathlib(\._local)?\.(Posix|Windows)Path | torch\.Size | torch\.serialization\._get_layout
     | torch\.distributed\.checkpoint\.filesystem\._StorageInfo
     | torch\.distributed\.checkpoint\.metadata\.(BytesStorageMetadata|ChunkStorageMetadata|Metadata|MetadataIndex
-      |StorageMeta|TensorProperties|TensorStorageMetadata)
+      |StorageMeta|TensorProperties|TensorStorageMetadata|_MEM_FORMAT_ENCODING)
     """
 )
 # Function by which early versions of Python 3.11 pickle a member of an enumeration.
 GETATTR = "builtins.getattr"
+MEMORY_FORMATS = "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"
 
 # --- which checkpoint ------------------------------------------------------------------------------------------------
 
 
 def begin_run(output_dir: str | os.PathLike, checkpoint: str | os.PathLike | None = None) -> str:
-    """Record which run writes to a directory from now on: the run of the checkpoint that is resumed, or a new one.
-
-    Returns:
-        the name of the run, for `finish_checkpoint`.
-    """
+    """Record the run that writes to a directory from now on, that of the checkpoint or a new one; returns its name."""
     run = secrets.token_hex(8) if checkpoint is None else _read_manifest(Path(checkpoint))["run"]
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     write_text(Path(output_dir) / RUN_NAME, json.dumps({"run": run}) + "\n")
     return run
 
 
-def step_of(checkpoint: str | os.PathLike) -> int | None:
-    """The step in the name of a checkpoint; None for another name."""
-    match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", Path(checkpoint).name)
-    return int(match[1]) if match else None
-
-
 def list_checkpoints(output_dir: str | os.PathLike) -> list[tuple[int, Path]]:
     """The checkpoints of a directory with their steps, in the order of the steps, not of their times."""
-    found = [(step_of(path), path) for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
-    return sorted((step, path) for step, path in found if step is not None)
+    paths = filter(Path.is_dir, Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    found = [(re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name), path) for path in paths]
+    return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The usable checkpoint with the most steps, of the run that writes to a directory, or None.
-
-    A warning names checkpoints that cannot be used, or are of an earlier run in the same directory.
-    """
+    """The usable checkpoint with the most steps, of the run that writes to a directory, or None; a warning names each
+    that is passed over."""
     for _, path in reversed(list_checkpoints(output_dir)):
         problem = checkpoint_problem(path)
         if problem is None and not _is_of_current_run(path):
@@ -101,15 +90,11 @@ def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
 
 
 def remove_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str | os.PathLike | None]):
-    """Remove checkpoints until `limit` are left: first checkpoints of earlier runs, then those with the fewest steps.
-
-    Args:
-        limit: number of checkpoints to keep. None or 0: all.
-        keep: checkpoints that are never removed.
-    """
+    """Remove checkpoints but those to `keep` until `limit` are left: first those of earlier runs, then those with the
+    fewest steps. None or 0: no limit."""
     kept = {Path(path).resolve() for path in keep if path is not None}
     checkpoints = [path for _, path in list_checkpoints(output_dir)]
-    # The sort is stable: within a run checkpoints stay in the order of their steps.
+    # Stable: within a run in the order of steps.
     candidates = [path for path in sorted(checkpoints, key=_is_of_current_run) if path.resolve() not in kept]
     if limit:
         for path in candidates[: max(0, len(checkpoints) - limit)]:
@@ -117,7 +102,7 @@ def remove_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, kee
 
 
 def _is_of_current_run(checkpoint: Path) -> bool:
-    """Whether a checkpoint is of the run that writes to its directory; True where none says that it does."""
+    """Whether a checkpoint is of the run that writes to its directory; True where no run is named."""
     try:
         run = json.loads((checkpoint.parent / RUN_NAME).read_text(encoding="utf-8"))["run"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -134,13 +119,13 @@ def _is_of_current_run(checkpoint: Path) -> bool:
 def finish_checkpoint(written: Path, final: Path, run: str):
     """Write a checkpoint's manifest, rename the checkpoint, and remove unfinished folders beside it."""
     files = {path.relative_to(written).as_posix(): _describe(path) for path in written.rglob("*") if path.is_file()}
-    _write_manifest(written, run, files)
+    (written / MANIFEST_NAME).write_text(json.dumps({"run": run, "files": files}, indent=1), encoding="utf-8")
     move_into_place(written, final)
     remove_unfinished(final.parent)
 
 
 def remove_unfinished(folder: Path, files: bool = False):
-    """Remove unfinished folders of killed processes; with `files`, where no other process writes, files too."""
+    """Remove what killed processes left: folders, and files too where no other process writes (`files`)."""
     for leftover in folder.glob(f"{UNFINISHED_PREFIX}-*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -149,7 +134,7 @@ def remove_unfinished(folder: Path, files: bool = False):
 
 
 def checkpoint_problem(folder: Path) -> str | None:
-    """The reason why training cannot resume from a checkpoint; None after all files were read and are intact."""
+    """The reason why training cannot resume from a checkpoint; None: all its files were read and are intact."""
     if not folder.is_dir():
         return "it does not exist"
     try:
@@ -175,7 +160,7 @@ def checkpoint_problem(folder: Path) -> str | None:
 
 @contextmanager
 def data_only() -> Iterator[None]:
-    """A context in which `torch.load`, in every library, refuses to call functions that a pickle names."""
+    """A context in which `torch.load` of any library calls no function that a pickle names."""
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ[names[0]] = "1"
@@ -196,10 +181,6 @@ def _describe(path: Path) -> dict[str, int]:
     return {"size": path.stat().st_size, "crc32": checksum}
 
 
-def _write_manifest(folder: Path, run: str, files: dict[str, dict[str, int]]):
-    (folder / MANIFEST_NAME).write_text(json.dumps({"run": run, "files": files}, indent=1), encoding="utf-8")
-
-
 def _read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint. Raises a ValueError that says what is wrong with it."""
     try:
@@ -215,7 +196,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_readable(path: Path, name: str):
-    """Raise a ValueError for a file that cannot be opened in the format of its suffix, or holds more than data."""
+    """Raise a ValueError for a file that is not in the format of its suffix, or holds more than data."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt"):
@@ -227,58 +208,42 @@ def _check_readable(path: Path, name: str):
                 # On "meta" only the structure is read.
                 torch.load(path, map_location="meta", weights_only=True)
         elif path.name.endswith(".metadata"):
-            with path.open("rb") as file:
-                _ShardsReader(file).load()
+            load(path, _ShardsMachine())
     except OSError:
         raise
     except Exception as error:
         raise ValueError(f"it is damaged, or holds more than data ({name} cannot be read)") from error
 
 
-class _Record:
-    """In place of anything that a list of shards names, so that reading the list has no effect."""
+class _ShardsMachine(Machine):
+    """Reads the list of shards of torch.distributed.checkpoint, and refuses any but its records, because torch then
+    reads it by the standard unpickler."""
 
-    def __init__(self, *values: Any):
-        pass
-
-    def __setstate__(self, state: Any):
-        pass
-
-
-class _MemoryFormats(_Record):
-    """In place of the enumeration of memory formats."""
-
-
-def _memory_format(kind: Any, name: Any) -> _Record:
-    """In place of `getattr`, for members of the memory formats alone."""
-    if kind is not _MemoryFormats or name not in _MEM_FORMAT_ENCODING.__members__:
-        raise pickle.UnpicklingError("getattr of anything but a memory format is no record of shards")
-    return _Record()
-
-
-class _ShardsReader(pickle.Unpickler):
-    """Reads the list of shards that torch.distributed.checkpoint pickles, and refuses any but its own records.
-
-    torch then reads the list by the standard unpickler, so only names that do no harm are accepted.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        path = f"{module}.{name}"
-        if path == "collections.OrderedDict":
-            return OrderedDict
-        if path in (GETATTR, "__builtin__.getattr"):
-            return _memory_format
-        if path == f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__name__}":
-            return _MemoryFormats
+    def name(self, module: str, name: str):
+        path = f"{'builtins' if module == '__builtin__' else module}.{name}"
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or SHARD_RECORDS.fullmatch(path):
-            return _Record
-        raise pickle.UnpicklingError(f"{path!r} is no record of shards")
+        if not (is_dtype or path in self.builders or SHARD_RECORDS.fullmatch(path)):
+            raise UnsafePickleError(f"{shown(path)} is no record of shards")
+        self.pay(STAND_IN)
+        self.stack.append(Name(*path.rsplit(".", 1)))
+
+    def key(self, value: Any) -> Any:
+        # Shards are listed by records that name their tensors.
+        return value if isinstance(value, StandIn) else super().key(value)
+
+    def _memory_format(self, kind: Any, name: Any) -> StandIn:
+        """In place of `getattr`, for members of the memory formats alone."""
+        is_format = isinstance(kind, Name) and str(kind) == MEMORY_FORMATS
+        if not is_format or name not in _MEM_FORMAT_ENCODING.__members__:
+            raise UnsafePickleError("getattr of anything but a memory format is no record of shards")
+        return StandIn(kind, (name,))
+
+    builders = {"collections.OrderedDict": Machine.builders["collections.OrderedDict"], GETATTR: _memory_format}
 
 
 def _plain_classes() -> list:
     """Classes in the pickles of accelerate and DeepSpeed that transformers' `safe_globals` leaves out."""
-    # A run that uses DeepSpeed has loaded these modules.
+    # A run with DeepSpeed has loaded these.
     classes = [
         getattr(sys.modules[module], name)
         for module, names in DEEPSPEED_RECORDS.items()

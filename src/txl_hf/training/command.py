@@ -20,8 +20,9 @@ import functools
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,12 +48,12 @@ from ..data.streams import RolledStream, TokenStream, open_tokens
 from ..data.texts import load_splits, read_document_end
 from ..evaluation.cards import RESULTS
 from ..evaluation.language_model import evaluate_language_model
+from ..evaluation.reading import Reading
 from ..files import LOCK_NAME, locked_folder
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
-from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import FREE, DataArguments, TransfoXLTrainingArguments
-from .checkpoints import last_checkpoint, list_checkpoints, remove_unfinished, step_of
+from .checkpoints import list_checkpoints, remove_unfinished
 from .recipe import RECIPE, Arguments, parse_arguments
 from .report import RunReport, finish, save_best
 from .trainer import TransfoXLTrainer
@@ -69,9 +70,8 @@ def main(argv: list[str] | None = None):
         is_removed = Path(scratch) in Path(arguments.training.output_dir).parents
         if is_removed and arguments.training.world_size > 1:
             sys.exit("error: --smoke with several processes needs an --output that they share")
-        check_folders(arguments)
         if torch.cuda.is_available():
-            # Products in fp32 beside bf16 use TF32, whose ten bits are enough for a softmax over a vocabulary.
+            # TF32, whose ten bits are enough for a softmax over a vocabulary.
             torch.set_float32_matmul_precision("high")
         if not torch.accelerator.is_available():
             keep_freed_memory()
@@ -90,61 +90,64 @@ class Prepared(NamedTuple):
 
     Attributes:
         texts: token ids of each split. document_end: token that ends documents; None: each text is one.
-        stream: the training text. max_steps: steps that all of the training takes.
+        stream: the training text. readings: of validations, and of the finished model with other memory lengths.
+        max_steps: steps that all of the training takes.
     """
 
     tokenizer: Any
     texts: dict[str, Any]
     document_end: int | None
     stream: TokenStream
+    readings: list[Reading]
     config: TransfoXLConfig
     max_steps: int
 
 
 def prepare(arguments: Arguments) -> Prepared:
-    """Read the text and the configuration of a run.
-
-    Raises:
-        ValueError, OSError: a setting or a text is invalid; the message says what would be right.
-    """
+    """Read the text and the configuration of a run. Raises a ValueError or an OSError for what is invalid."""
     data, args = arguments.data, arguments.training
     tokenizer, corpus = load_data(Path(data.data or ""))
     config = make_config(arguments, tokenizer)
-    check_evaluation(config, data)
     check_texts(corpus, config, data)
     texts = {split: open_tokens(corpus[split]["token_ids"]) for split in SPLITS}
-    document_end = find_document_end(data, tokenizer, config)
+    document_end = read_document_end(Path(data.data or ""), tokenizer, given := data.document_end)
+    if document_end is not None:
+        try:
+            config.check_documents("documents in --data" if given is None else f"--document_end {given} and --data")
+        except ValueError as error:
+            raise ValueError(f"{error}, or read the text as one with --document_end none") from None
+    readings = make_readings(config, data, document_end)
     fill_special_tokens(config, tokenizer, document_end)
     stream = make_stream(texts["train"], config, arguments, document_end)
     # A remainder is refused with the loader.
     args.per_device_train_batch_size = data.batch_size // (args.world_size * args.gradient_accumulation_steps) or 1
     max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * stream.steps)
     check_schedule(args, max_steps)
-    return Prepared(tokenizer, texts, document_end, stream, config, max_steps)
+    return Prepared(tokenizer, texts, document_end, stream, readings, config, max_steps)
 
 
 def train(arguments: Arguments):
-    """Train a model by a recipe, and score it. Invalid settings are refused before any file of the run changes.
+    """Train a model by a recipe, and score it.
 
     Raises:
-        ValueError, OSError: a setting, a text or a folder is invalid; the message says what would be right.
+        ValueError, OSError: invalid paths, before anything is loaded, and settings, before a file of the run changes.
     """
     output, data, state = Path(arguments.training.output_dir), arguments.data, PartialState()
+    check_output(output, data.resume)
+    if arguments.model.model_name_or_path is not None:
+        hub_or_folder(arguments.model.model_name_or_path)
     prepared = prepare(arguments)
     with locked_output(output, data.resume) if state.is_main_process else nullcontext():
         state.wait_for_everyone()
-        resumes = data.resume and bool(list_checkpoints(output))
-        checkpoint = last_checkpoint(output) if resumes else None
-        is_done = checkpoint is not None and step_of(checkpoint) == prepared.max_steps
-        if not is_done or not (output / RESULTS).exists():
+        steps = [step for step, _ in list_checkpoints(output)] if data.resume else []
+        if steps[-1:] != [prepared.max_steps] or not (output / RESULTS).exists():
             trainer = make_trainer(arguments, prepared)
-            # Where none of the checkpoints can be used, True is an error.
-            trainer.train(resume_from_checkpoint=checkpoint or resumes)
+            trainer.train(resume_from_checkpoint=bool(steps))
             is_done = trainer.state.global_step >= prepared.max_steps
             if is_done:
                 save_best(trainer, prepared.tokenizer)
             accelerator = trainer.accelerator
-            # DDP's reducer is freed before the process group: afterwards it can wait for gloo's threads for ever.
+            # Before the process group, because DDP's reducer could wait for gloo's threads for ever.
             del trainer
             accelerator.free_memory()
             accelerator.end_training()
@@ -152,59 +155,45 @@ def train(arguments: Arguments):
                 sys.exit("stopped: the same command with --resume goes on from the last checkpoint")
         if state.is_main_process:
             progress = not arguments.training.disable_tqdm
-            finish(output, prepared.texts, functools.partial(evaluation_of, data, prepared, progress=progress), data)
+            readings = [replace(reading, progress=progress) for reading in prepared.readings]
+            finish(output, prepared.texts, readings, data)
 
 
 def make_trainer(arguments: Arguments, prepared: Prepared) -> TransfoXLTrainer:
     """The trainer of a run with its model, which ends with the weights that were best in validation."""
     args, regularization = arguments.training, arguments.regularization
     model = make_model(arguments, prepared)
-    # Set after the checks of TrainingArguments, which want each checkpoint validated: here each best model is saved.
+    # TrainingArguments would want each checkpoint validated; here each best model is saved.
     args.load_best_model_at_end, args.metric_for_best_model, args.greater_is_better = True, "loss", False
     if args.save_total_limit == 1:
-        # Trainer would remove the last checkpoint at the end, from which a longer training goes on.
+        # Trainer would remove the last one at the end, from which a longer training goes on.
         args.save_total_limit = 2
-    # Trainer's constructor sets the seed; `fork_rng` lets dropout draw after the weights, not again.
+    # Trainer's constructor sets the seed, but dropout draws after the weights.
     with torch.random.fork_rng():
         trainer = TransfoXLTrainer(
             model,
             args,
             train_dataset=prepared.stream,
-            eval_dataset=evaluation_of(arguments.data, prepared, prepared.texts["validation"]),
+            eval_dataset=functools.partial(
+                evaluate_language_model, token_ids=prepared.texts["validation"], **vars(prepared.readings[0])
+            ),
             regularization=regularization if any(vars(regularization).values()) else None,
         )
     if args.world_size > 1:
-        # Weights are the same in all processes, dropout is not.
+        # For dropout; weights are the same in all processes.
         set_seed(args.seed, device_specific=True)
     settings = {name: value for name, value in arguments.settings.items() if name != "resume"}
     trainer.add_callback(RunReport(trainer, settings, arguments.data.metric))
     return trainer
 
 
-def evaluation_of(
-    data: DataArguments, prepared: Prepared, token_ids: Any, memory_length: int | None = None, **options: Any
-) -> Callable:
-    """`evaluate_language_model` of a text, as a function of the model: with the lengths of the recipe, or another
-    memory length."""
-    return functools.partial(
-        evaluate_language_model,
-        token_ids=token_ids,
-        segment_length=data.eval_tgt_len or prepared.config.tgt_len,
-        memory_length=data.eval_mem_len if memory_length is None else memory_length,
-        batch_size=data.eval_batch_size,
-        ext_len=data.eval_ext_len,
-        clamp_len=data.eval_clamp_len,
-        same_length=data.eval_same_length,
-        document_end=prepared.document_end,
-        **options,
-    )
-
-
 # --- text and streams ------------------------------------------------------------------------------------------------
 
 
 def load_data(folder: Path) -> tuple[Any, datasets.DatasetDict]:
-    """The output of txl-prepare, with a tokenizer of transformers or of MidiTok; token ids stay on the disk."""
+    """The output of txl-prepare, with a tokenizer of transformers or of MidiTok."""
+    if not (folder / "dataset_dict.json").is_file():
+        raise FileNotFoundError(f"--data {folder} is no folder of txl-prepare, which writes one")
     corpus = load_splits(folder)
     for split in SPLITS:
         if split not in corpus:
@@ -232,21 +221,29 @@ def check_texts(corpus: datasets.DatasetDict, config: TransfoXLConfig, data: Dat
             )
 
 
-def check_evaluation(config: TransfoXLConfig, data: DataArguments):
-    """Raise a ValueError for lengths with which a validation would fail, hours later."""
-    for memory_length in [data.eval_mem_len, *data.eval_memory_lengths]:
-        lengths = MemoryLengths(memory_length, data.eval_ext_len, data.eval_clamp_len, data.eval_same_length)
-        filled = lengths.of(config)
-        read = filled.ext_len + (data.eval_tgt_len or config.tgt_len)
-        config.positions.check_segment(read, config, given="--eval_tgt_len, with --eval_ext_len,")
+def make_readings(config: TransfoXLConfig, data: DataArguments, document_end: int | None) -> list[Reading]:
+    """How evaluations read a text: with the recipe's lengths, and with each of `eval_memory_lengths`. Raises a
+    ValueError for lengths with which one would fail."""
+    reading = Reading(
+        data.eval_tgt_len or config.tgt_len,
+        data.eval_mem_len,
+        data.eval_batch_size,
+        ext_len=data.eval_ext_len,
+        clamp_len=data.eval_clamp_len,
+        same_length=data.eval_same_length,
+        document_end=document_end,
+    )
+    readings = [reading, *(replace(reading, memory_length=length) for length in data.eval_memory_lengths)]
+    try:
+        return [each.of(config) for each in readings]
+    except ValueError as error:
+        options = "--eval_tgt_len, --eval_ext_len, --eval_mem_len, --eval_memory_lengths"
+        raise ValueError(f"an evaluation ({options}): {error}") from None
 
 
 def check_schedule(args: TransfoXLTrainingArguments, max_steps: int):
-    """The default of a stable schedule's decay: linear, over the last fifth of the steps.
-
-    Raises:
-        ValueError: the schedule does not take its `lr_scheduler_kwargs`.
-    """
+    """The default decay of a stable schedule, linear over the last fifth of the steps. Raises a ValueError where a
+    schedule does not take its `lr_scheduler_kwargs`."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
     if args.lr_scheduler_type == SchedulerType.WARMUP_STABLE_DECAY:
         line = {"num_decay_steps": max_steps // 5, "decay_type": "linear"}
@@ -259,22 +256,10 @@ def check_schedule(args: TransfoXLTrainingArguments, max_steps: int):
         raise ValueError(f"--lr_scheduler_type {name} with --lr_scheduler_kwargs {details}: {error}") from error
 
 
-def find_document_end(data: DataArguments, tokenizer: Any, config: TransfoXLConfig) -> int | None:
-    """The token that ends documents; a ValueError where the model cannot begin one inside a segment."""
-    given = data.document_end
-    document_end = read_document_end(Path(data.data or ""), tokenizer, given)
-    if document_end is not None:
-        try:
-            config.check_documents("documents in --data" if given is None else f"--document_end {given} and --data")
-        except ValueError as error:
-            raise ValueError(f"{error}, or read the text as one with --document_end none") from None
-    return document_end
-
-
 def make_stream(
     token_ids: Any, config: TransfoXLConfig, arguments: Arguments, document_end: int | None
 ) -> TokenStream:
-    """The training text; its documents, if any, are read without the text before them."""
+    """The training text."""
     data, seed = arguments.data, arguments.training.seed
     length = config.tgt_len * arguments.training.backprop_segments
     if data.roll:
@@ -298,8 +283,8 @@ def make_stream(
 
 
 def make_config(arguments: Arguments, tokenizer: Any) -> TransfoXLConfig:
-    """The configuration of a new model, or of a checkpoint whose vocabulary must be the text's, with changed settings.
-    With `loss="half"`, `ext_len` is the segment's length."""
+    """The configuration of a new model, or of a checkpoint with changed settings. Raises a ValueError for settings
+    that do not fit the text or the checkpoint."""
     given, data = dict(arguments.config), arguments.data
     source, vocab_size = arguments.model.model_name_or_path, len(tokenizer)
     config = TransfoXLConfig() if source is None else load_config(source, "--model_name_or_path")
@@ -330,7 +315,7 @@ def make_config(arguments: Arguments, tokenizer: Any) -> TransfoXLConfig:
 
 
 def make_model(arguments: Arguments, prepared: Prepared) -> TransfoXLForCausalLM:
-    """A new model, initialised by the run's seed, or the model of a checkpoint."""
+    """A new model, or that of a checkpoint."""
     config, source = prepared.config, arguments.model.model_name_or_path
     settings = {"attn_implementation": arguments.model.attn_implementation or "auto"}
     set_seed(arguments.training.seed)
@@ -338,37 +323,19 @@ def make_model(arguments: Arguments, prepared: Prepared) -> TransfoXLForCausalLM
         model = AutoModelForCausalLM.from_config(config, **settings)
     else:
         model = load_language_model(source, config=config, dtype=torch.float32, **settings)
-    # Only tokens that are None are set, because a checkpoint has its own.
     fill_special_tokens(model.generation_config, prepared.tokenizer, prepared.document_end)
     return model
 
 
 def keep_freed_memory():
-    """Let glibc, if it is there, reuse freed memory for later tensors.
-
-    By default it maps each large tensor anew and the system adds memory page by page: 76,000 pages in a step of
-    `wikipedia_small.yaml`, a tenth of its seconds.
-    """
+    """Let glibc, if it is there, reuse freed memory. Otherwise each large tensor is mapped anew, page by page, which
+    takes a tenth of a step of `wikipedia_small.yaml`."""
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
             mallopt(parameter, 2**31 - 1)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
-
-
-def check_folders(arguments: Arguments):
-    """Before anything is loaded, refuse a text that does not exist, and a folder in which files would be lost.
-
-    Raises:
-        OSError: a path is invalid; the message says what would be right.
-    """
-    data, source = Path(arguments.data.data or ""), arguments.model.model_name_or_path
-    check_output(Path(arguments.training.output_dir), arguments.data.resume)
-    if source is not None:
-        hub_or_folder(source)
-    if not (data / "dataset_dict.json").is_file():
-        raise FileNotFoundError(f"--data {data} is no folder of txl-prepare, which writes one")
 
 
 def check_output(output: Path, resume: bool):
@@ -386,7 +353,7 @@ def locked_output(output: Path, resume: bool) -> Iterator[None]:
     """A context that locks the folder of a run, made where it is missing, against other runs."""
     output.mkdir(parents=True, exist_ok=True)
     with locked_folder(output):
-        # Another run may have begun and ended there since the first check.
+        # Another run may have ended there since the first check.
         check_output(output, resume)
         remove_unfinished(output, files=True)
         yield

@@ -1,4 +1,4 @@
-"""The memory of every stream between the steps of a training, with its place in the text, and the file of both."""
+"""The memory of all streams between the steps of a training, their place in the text, and the file of both."""
 
 import json
 from collections.abc import Iterable
@@ -11,23 +11,22 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import TrainerCallback
 
 from ..memories import real_states
 
-# File of a checkpoint. In it, layers are named by their numbers, and the mask of the states is `MASK`.
+# File of a checkpoint. Its tensors are the states by the number of their layer, and their mask.
 MEMS_NAME, MASK = "mems.safetensors", "mask"
 
 
 @dataclass
 class StreamMemory:
-    """The mems of each micro-batch of a step, and their position in the text.
+    """The memory of each micro-batch of a step, and its position in the text.
 
     Attributes:
-        memories: for each micro-batch `mems` and `mems_mask` of its rows on this process, neither at the beginning of
-            the text.
-        epoch: the epoch that is read.
-        step: number of steps of the epoch that were read.
-        micro_batch: index of the next micro-batch.
+        memories: for each micro-batch `mems` and `mems_mask` of its rows on this process; {} before the text.
+        epoch, step: steps of this epoch were read.
+        micro_batch: the next one.
     """
 
     memories: list[dict[str, Any]] = field(default_factory=lambda: [{}])
@@ -50,8 +49,7 @@ class StreamMemory:
         return StreamMemory([{} for _ in self.memories], self.epoch + 1)
 
     def save(self, folder: Path, accelerator: Accelerator, position: dict[str, Any], writes: bool):
-        """Write the memory of all streams, (G, m, D) for each layer with row g of stream g; at the beginning of the
-        text no layer. All processes must call this.
+        """Write the memory of all streams, (G, m, D) for each layer, or no layer. All processes must call this.
 
         Args:
             position: more of the position, and the settings for `check_settings`.
@@ -69,10 +67,8 @@ class StreamMemory:
 
     @classmethod
     def load(cls, folder: Path, accelerator: Accelerator, micro_batches: int, streams: int) -> "StreamMemory":
-        """The memory of the rows of this process, from a checkpoint.
-
-        Args:
-            micro_batches: A of a step. streams: G; micro-batch a has the rows [aG/A, (a + 1)G/A) of all processes.
+        """The memory of this process's rows, from a checkpoint. Of A `micro_batches` of G `streams`, number a has the
+        rows [aG/A, (a + 1)G/A) of all processes.
         """
         position, layers = read_position(folder)
         rows = streams // (micro_batches * accelerator.num_processes)
@@ -89,17 +85,33 @@ class StreamMemory:
         return cls(memories, position["epoch"], position["step"])
 
 
+class MemoryLength(TrainerCallback):
+    """A memory that grows from 1 state to `mem_len` over a part of all steps.
+
+    Args:
+        trainer: a `TransfoXLTrainer`, whose `memory_length` it sets. ratio: the part, from 0 to 1.
+    """
+
+    def __init__(self, trainer: Any, ratio: float):
+        if not trainer.model.config.mem_len:
+            raise ValueError(f"--mem_warmup_ratio {ratio:g} grows no memory, as mem_len is 0: leave it out")
+        self.trainer, self.ratio = trainer, ratio
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        growing = self.ratio * state.max_steps
+        mem_len = model.config.mem_len
+        # At least 1, because a step without memory would begin a new text.
+        grown = max(1, int(mem_len * state.global_step / growing)) if state.global_step < growing else None
+        self.trainer.memory_length = grown
+
+
 def _gathered(parts: Iterable[Tensor], accelerator: Accelerator) -> Tensor:
     """Tensors of the micro-batches of all processes, joined in the order of the streams."""
     return torch.cat([accelerator.gather(part.contiguous()) for part in parts]).cpu()
 
 
 def read_position(folder: Path) -> tuple[dict[str, Any], int]:
-    """The position of a training when it wrote its memory, and the number of layers in that memory.
-
-    Raises:
-        ValueError: the file was not written by `StreamMemory.save`.
-    """
+    """The position in a file of `StreamMemory.save`, and its number of layers. Raises a ValueError for other files."""
     with safe_open(folder / MEMS_NAME, "pt") as file:
         position = json.loads((file.metadata() or {}).get("position", "null"))
         names = set(file.keys()) - {MASK}
@@ -111,7 +123,7 @@ def read_position(folder: Path) -> tuple[dict[str, Any], int]:
 def check_settings(folder: Path, settings: dict[str, Any]):
     """Raise a ValueError where a checkpoint is of another text, layout, model or optimizer."""
     saved, _ = read_position(folder)
-    # A position is where the training goes on; what was read is compared when it is read again.
+    # "read" is compared when the text is read again.
     names = {*saved, *settings} - {"epoch", "step", "read"}
     differing = sorted(name for name in names if saved.get(name) != settings.get(name))
     if differing:

@@ -1,7 +1,4 @@
-"""The optimizers that a training names, and an average of the weights that they leave.
-
-A new optimizer is a name in `arguments.Optimizer` and a branch of `make_optimizer`.
-"""
+"""The optimizers that a training names, and an average of the weights that they leave."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,9 +78,9 @@ def make_muon(
     matrices = [parameter for group in groups for parameter in group["params"] if id(parameter) in layers]
     rest = [group | {"params": [p for p in group["params"] if id(p) not in layers]} for group in groups]
     rate, decay = arguments.learning_rate, arguments.weight_decay
-    optimizer = Muon(
+    return Muon(
         [{"params": matrices, "use_muon": True}, *(group | {"use_muon": False} for group in rest)],
-        lr=rate * arguments.muon_lr_factor,
+        lr=rate,
         weight_decay=decay,
         use_adjusted_lr=True,
         adamw_lr=rate,
@@ -91,16 +88,26 @@ def make_muon(
         adamw_wd=decay,
         adamw_eps=arguments.adam_epsilon,
     )
-    # A schedule with `min_lr` computes its smallest factor from this rate.
-    optimizer.defaults["lr"] = rate
-    return optimizer
+
+
+class ScaledByLength(TrainerCallback):
+    """The learning rate of each step times its segment's length over the stream's `segment_length`."""
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        # To count labels the host would wait for the device.
+        begin, end = self.stream.segment(state.global_step % self.stream.steps)
+        for group in optimizer.param_groups:
+            # The schedule replaces it after the step.
+            group["lr"] *= (end - begin) / self.stream.segment_length
 
 
 class Averaging(TrainerCallback):
     """The mean of a model's weights after each step, or their exponential moving average.
 
-    `torch.optim.swa_utils.AveragedModel` is not used, because it counts on the device, for which the host would wait
-    two or three times a step.
+    `torch.optim.swa_utils.AveragedModel` counts on the device, for which the host would wait at each step.
 
     Args:
         decay: factor of the older average at each step; None: all steps count alike.
@@ -140,7 +147,7 @@ class Averaging(TrainerCallback):
                 torch._foreach_copy_(weights, before)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
-        # The model now has the weights of the best checkpoint, if `load_best_model_at_end` is set.
+        # Now the model has the weights of that checkpoint.
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self.load(Path(state.best_model_checkpoint), model)
 

@@ -1,8 +1,4 @@
-"""A recipe and a command line, read into the classes of `arguments`.
-
-A recipe is a YAML file of options. It is named by its path, or by the name of one of those that come with the package
-(`examples/recipes`). An option of the command line takes the place of the recipe's.
-"""
+"""A recipe, a YAML file of options, and a command line that overrides it, read into the classes of `arguments`."""
 
 import argparse
 import dataclasses
@@ -30,7 +26,7 @@ from .regularization import RegularizationArguments
 # The settings of a run, in its folder.
 RECIPE = "recipe.yaml"
 GROUPS = (ModelArguments, DataArguments, RegularizationArguments, TransfoXLTrainingArguments)
-# Former names of options that now have transformers' names.
+# Former names of options, and transformers' names, which took their place.
 RENAMED = {
     "eval_every": "eval_steps",
     "save_every": "save_steps",
@@ -52,7 +48,7 @@ class Arguments(NamedTuple):
     """All settings of a run of `txl-train`.
 
     Attributes:
-        config: fields of `TransfoXLConfig` by their names. settings: all given settings, as in a recipe.
+        config: given fields of `TransfoXLConfig`. settings: all that is given, as in a recipe.
     """
 
     model: ModelArguments
@@ -76,7 +72,7 @@ class RecipeParser(HfArgumentParser, CommandParser):
         )
         for action in self._actions:
             if "-h" not in action.option_strings:
-                # --help shows one spelling; the other is accepted too.
+                # One spelling in --help; the other is accepted too.
                 action.option_strings = action.option_strings[:1]
             if action.nargs == "+":
                 # An option without a value clears a recipe's list.
@@ -96,11 +92,8 @@ class RecipeParser(HfArgumentParser, CommandParser):
         self.exit(2, f"error: {message}{f' (it is --{renamed} now)' if renamed else ''}\n")
 
     def take_defaults(self, path: Path) -> dict[str, Any]:
-        """Make a recipe's settings the defaults of their options, and return them.
-
-        Raises:
-            ValueError: an option does not exist, or has other choices.
-        """
+        """Make a recipe's settings the defaults of their options, and return them. Raises a ValueError for an option
+        that does not exist."""
         settings = {name: value for name, value in read_recipe(path).items() if value is not None}
         actions = {"output" if action.dest == "output_dir" else action.dest: action for action in self._actions[::-1]}
         for name, value in settings.items():
@@ -110,7 +103,7 @@ class RecipeParser(HfArgumentParser, CommandParser):
                 reason = f"is --{renamed} now" if renamed else f"does not exist; the closest name is {closest!r}"
                 raise ValueError(f"{path} sets {name!r}, which {reason}")
             self._check_value(actions[name], value)
-            # As typed on the command line, so that the option's type reads it.
+            # As typed, so that the option's type reads it.
             one = [value] if actions[name].nargs == "*" else str(value)
             actions[name].default = value if isinstance(value, dict | list) else one
         return settings
@@ -125,7 +118,7 @@ class RecipeParser(HfArgumentParser, CommandParser):
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """A formatter that keeps the description's lines and appends to each option its default, if it has one."""
+    """Keeps the description's lines, and shows the defaults of options that have one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, [], argparse.SUPPRESS) or not action.option_strings:
@@ -134,7 +127,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
 
 
 def _value(text: str) -> Any:
-    """The value of an option: a number, true, false or none; anything else is a string."""
+    """The value of an option: a number, true, false, none or a string."""
     try:
         return json.loads({"none": "null"}.get(text.lower(), text.lower()))
     except ValueError:
@@ -142,14 +135,14 @@ def _value(text: str) -> Any:
 
 
 def recipes_folder() -> Path:
-    """The recipes of the package, or of the clone that it runs from."""
+    """The recipes of the package, or of its clone."""
     package = Path(__file__).parents[1]
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parents[1] / "examples" / "recipes"
 
 
 def find_recipe(name: str) -> Path:
-    """The path of a recipe, given as such or by its name alone."""
+    """The path of a recipe, by itself or by the name of one of the package's."""
     known = recipes_folder() / f"{name}.yaml"
     return known if known.is_file() and not Path(name).exists() else Path(name)
 
@@ -170,13 +163,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
 def parse_arguments(
     argv: list[str] | None = None, description: str | None = None, scratch: Path | None = None
 ) -> Arguments:
-    """The settings of the recipe, replaced by those of the command line.
+    """The settings of a recipe and of the command line, which wins. Raises SystemExit with one line for a setting that
+    does not exist or cannot be read.
 
     Args:
         scratch: folder for the text of --smoke; None: nothing is shrunken.
-
-    Raises:
-        SystemExit: with a one-line message, for a setting that does not exist or cannot be read.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = RecipeParser(description)
@@ -209,7 +200,7 @@ def parse_arguments(
 
 
 def _forget(values: dict[str, Any], typed: set[str]) -> set[str]:
-    """Remove a recipe's settings that the command line replaces; returns the names of removed options."""
+    """Remove a recipe's settings that the command line replaces; returns their names."""
     gone = set()
     if "num_train_epochs" in typed and "max_steps" not in typed:
         values["max_steps"] = -1
@@ -248,7 +239,7 @@ def _choose(values: dict[str, Any], named: set[str]):
     # In a file a bar would be a line for each step.
     chosen["disable_tqdm"] = not sys.stderr.isatty()
     if not {"bf16", "fp16"} & named and "ACCELERATE_MIXED_PRECISION" not in os.environ:
-        # GPUs before Ampere emulate bf16, at a fraction of the speed of fp32.
+        # Emulated, as before Ampere, it is slower than fp32.
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else bf16_is_faster()
         chosen["bf16"] = has_bf16
     if "optimizer" not in named and "optim" not in named:
@@ -258,14 +249,14 @@ def _choose(values: dict[str, Any], named: set[str]):
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         chosen["enable_jit_checkpoint"] = True
     if on_gpu:
-        # A worker process loads batches ahead, into memory that is copied to the GPU during a step.
+        # A process loads ahead, and batches are copied during a step.
         ahead = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 8}
         chosen |= ahead | {"accelerator_config": {"non_blocking": True}}
     values |= {name: value for name, value in chosen.items() if name not in named}
 
 
 def shrink(values: dict[str, Any], scratch: Path):
-    """Shrink settings for --smoke to a few steps of a small model on a small text. Lengths keep their ratios."""
+    """Shrink settings to a few steps of a small model on a small text; lengths keep their ratios."""
     values["data"] = str(scratch / "data")
     vocab_size = write_smoke_data(scratch / "data")
     values["output_dir"] = values["output_dir"] or str(scratch / "output")
@@ -277,7 +268,7 @@ def shrink(values: dict[str, Any], scratch: Path):
     values["eval_memory_lengths"] = [round(length * scale) for length in values["eval_memory_lengths"]]
     bins = len(values.get("cutoffs", [])) + 1
     values["model_name_or_path"] = None
-    # With attn_type 3 the learned positions of the heads are added to the hidden states: n_head · d_head is d_model.
+    # With attn_type 3 n_head · d_head is d_model.
     attn_type = values.get("attn_type", 0)
     wide = attn_type in POSITIONS and POSITIONS[attn_type].spans_heads
     embed = values.get("d_embed")
@@ -301,7 +292,7 @@ def shrink(values: dict[str, Any], scratch: Path):
 
 
 def write_smoke_data(folder: Path) -> int:
-    """Words of a module of the standard library, as txl-prepare would write them; returns the vocabulary's size."""
+    """Write words of a module of the standard library as txl-prepare would; returns the vocabulary's size."""
     lines = Path(argparse.__file__).read_text(encoding="utf-8").splitlines()
     tokenizer = TransfoXLTokenizer.train_from_iterator(lines, mode="whitespace", max_size=500)
     token_ids = tokenizer.encode_lines(lines, add_eos=True).astype(np.int32)

@@ -2,14 +2,12 @@
 
 * Locked dropout (Gal and Ghahramani, 2016, https://arxiv.org/abs/1512.05287; Merity et al., 2017,
   https://arxiv.org/abs/1708.02182, Section 4.2): one mask for all positions of a row, drawn anew in every forward.
-* Word dropout (Gal and Ghahramani, 2016, Section 5; Merity et al., 2017, Section 4.3): whole words of the embedding,
-  except padding and the first token of a segment or of a document in it, because these may see nothing else: with
-  biases that begin as zeros their state would stay zero, and each LayerNorm multiplies its gradient by 1/√ε = 316,
-  which after sixteen layers is beyond fp32.
+* Word dropout (the same, Sections 5 and 4.3): whole words of the embedding, except padding and the first token of a
+  segment or of a document in it, which may see nothing else: its state would be zero, and each LayerNorm multiplies
+  the gradient of a zero by 1/√ε = 316, which after sixteen layers is beyond fp32.
 * Activation regularisation, AR, and temporal activation regularisation, TAR (Merity et al., 2017, Section 4.6).
 
-`regularize` adds hooks and replaces modules of a model, so that the model is saved and loaded like any other. Masks
-come from torch's generator, so that a run resumes exactly where the generator's state is restored.
+Hooks and modules of a model do this, so that it is saved and loaded like any other.
 """
 
 import functools
@@ -33,10 +31,8 @@ _INPUTS = tuple(inspect.signature(TransfoXLModel.forward).parameters)[1:]
 
 @dataclass
 class RegularizationArguments:
-    """Rates and coefficients of regularisation. Each rate except `word_dropout` replaces `config.dropout` if above 0.
-
-    Raises:
-        ValueError: a rate is outside [0, 1), or a coefficient is negative.
+    """Rates in [0, 1) and coefficients from 0 on; others are a ValueError. Each rate above 0 except `word_dropout`
+    replaces `config.dropout`.
     """
 
     word_dropout: float = option("Rate at which whole words of the embedding are dropped in a forward.", 0.0)
@@ -59,10 +55,10 @@ class RegularizationArguments:
 
 
 class LockedDropout(nn.Dropout1d):
-    """Dropout of whole channels of (B, L, D): one mask (B, 1, D) for all positions.
+    """Dropout of whole channels of (B, L, D).
 
     Attributes:
-        masks: (B, 1, D) of 0 or 1 / (1 - p), for as many calls to come; a call without one draws its own.
+        masks: of the calls to come, (B, 1, D) of 0 or 1 / (1 - p); a call without one draws its own.
     """
 
     masks: Sequence[Tensor] = ()
@@ -97,7 +93,7 @@ class Regularizer:
             raise ValueError(f"there is no Transformer-XL in the {type(model).__name__} that is to be regularised")
         self.arguments = arguments
         self._transformer = transformer
-        # Locked dropouts, with the width of the mask of each of their calls in a forward; and 1 - p of each channel.
+        # Locked dropouts, with the widths of their masks in a forward; and 1 - p of each channel.
         self._locked: list[tuple[LockedDropout, tuple[int, ...]]] = []
         self._kept = torch.empty(0)
         self._outputs: tuple[Tensor, Tensor] | None = None
@@ -120,19 +116,16 @@ class Regularizer:
         if arguments.ar or arguments.tar:
             transformer.output_dropout.register_forward_hook(self._keep_outputs)
         if any(vars(arguments).values()):
-            # Code compiled before, for this model or another, would run without a check for hooks.
+            # Code that was compiled before does not check for hooks.
             torch.compiler.reset()
 
     def penalty(self, shift_labels: Tensor | None = None, resets: Tensor | None = None) -> Tensor:
-        """AR and TAR of the last forward in training mode: a scalar in fp32, to be added to its loss.
-
-        With h the final output and m its dropout: ar · mean((m h)²) + tar · mean((h_t - h_(t-1))²), means over rows,
-        positions and channels.
+        """AR and TAR of the last forward in training mode: a scalar in fp32, to be added to its loss. With h the final
+        output and m its dropout: ar · mean((m h)²) + tar · mean((h_t - h_(t-1))²).
 
         Args:
-            shift_labels: (B, L); positions that are -100 are left out, such as those that `ext_len` reads again.
-                None: all count.
-            resets: (B, L) bool, those of the forward. TAR has no difference between a document and the next.
+            shift_labels: (B, L), of which positions that are -100 are left out. None: all count.
+            resets: (B, L) bool, those of the forward. TAR leaves out the step from a document to the next.
 
         Raises:
             RuntimeError: there was no forward in training mode.
@@ -153,7 +146,7 @@ class Regularizer:
         return self.arguments.ar * _mean(dropped.square().mean(-1), counted) + self.arguments.tar * steps
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the last outputs, because tensors with a graph cannot be copied."""
+        """The state without tensors that have a graph, which cannot be copied."""
         return self.__dict__ | {"_outputs": None, "_begins": None}
 
     def _lock(self, parent: nn.Module, name: str, rate: float, *widths: int):
@@ -163,8 +156,8 @@ class Regularizer:
             self._locked.append((lock, widths))
 
     def _draw_masks(self, input_dropout: nn.Module, args: tuple[Tensor]):
-        """Draw the masks of all locked dropouts at once, because a GPU launches each draw for longer than it draws."""
-        # A checkpointed layer is computed again after other forwards, and draws the same only by itself.
+        """Draw all masks of a forward at once: to launch a draw on a GPU takes longer than to draw."""
+        # A checkpointed layer, which is computed again later, draws the same only by itself.
         if not input_dropout.training or self._transformer.gradient_checkpointing:
             return
         self._kept = self._kept.to(args[0].device)
@@ -174,7 +167,7 @@ class Regularizer:
             lock.masks = masks.split(widths, dim=-1)
 
     def _see_what_begins(self, transformer: nn.Module, args: tuple, kwargs: dict):
-        """Record the tokens that begin inside the segment. The model, not this hook, refuses wrong shapes."""
+        """Record the tokens that begin inside the segment; the model itself refuses wrong shapes."""
         self._begins = None
         given = dict(zip(_INPUTS, args, strict=False)) | kwargs
         given = {name: value for name, value in given.items() if isinstance(value, Tensor)}
@@ -196,7 +189,7 @@ class Regularizer:
         self._begins = functools.reduce(torch.logical_or, fitting) if fitting else None
 
     def _drop_words(self, embed_tokens: nn.Module, args: tuple, embeds: Tensor) -> Tensor:
-        # Embeddings are dropped, not rows of the tables, which a tied softmax would lose too.
+        # Not rows of the tables, which a tied softmax reads too.
         begins, self._begins = self._begins, None
         if not embed_tokens.training:
             return embeds
@@ -204,7 +197,6 @@ class Regularizer:
         kept = words[args[0]]
         if begins is not None and begins.shape == kept.shape:
             kept = kept.masked_fill(begins.to(kept.device), 1)
-        # The first token is kept whether or not it sees a memory.
         kept[..., :1] = 1
         return embeds * kept[..., None]
 
@@ -214,5 +206,5 @@ class Regularizer:
 
 
 def _mean(values: Tensor, counted: Tensor) -> Tensor:
-    """The mean of those of (B, n) values that count; 0 where none does."""
+    """The mean of the (B, n) values that count; 0 where none does."""
     return (values * counted).sum() / counted.sum().clamp(min=1)

@@ -5,7 +5,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from transformers.trainer_utils import SaveStrategy
 
 from ..data.loading import find_device
 from ..evaluation.cards import RESULTS, SCORED, origin, to_results, weights_digest, write_model_card
-from ..evaluation.language_model import figures
+from ..evaluation.language_model import evaluate_language_model, figures
+from ..evaluation.reading import Reading
 from ..files import disk_errors, name_of, whole_file, write_text
-from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import DataArguments
 from .recipe import RECIPE, read_recipe
 
@@ -32,17 +31,15 @@ SECONDS_MEASURED = 5
 
 class RunReport(TrainerCallback):
     """Prints what is trained and how long it will take, writes settings, log and plot, and asks for a checkpoint of
-    each model that is the best so far, which Trainer loads at the end.
-    """
+    each model that is the best so far."""
 
     def __init__(self, trainer: Any, settings: dict[str, Any], metric: str):
         """Args:
-        trainer: the `TransfoXLTrainer` that it reports of. settings: of the run, as in a recipe. metric: of `figures`,
-        the one that is plotted.
+        trainer: a `TransfoXLTrainer`. settings: of the run, as in a recipe. metric: of `figures`, the one to plot.
         """
         self.trainer, self.settings, self.metric = trainer, settings, metric
         self.output = Path(trainer.args.output_dir)
-        # Steps that were timed. The first is left out, because it may compile.
+        # The first step is not timed, because it may compile.
         self.timed, self.seconds, self.expected = -1, 0.0, False
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -57,7 +54,7 @@ class RunReport(TrainerCallback):
             print(self._describe(args, state), file=sys.stderr)
 
     def _write_settings(self, step: int):
-        """Write the settings of the run, and print those that change at the step that it goes on from."""
+        """Write the settings of the run, and print those that change at this step."""
         before = read_recipe(self.output / RECIPE) if step else self.settings
         for name in sorted((self.settings.keys() | before.keys()) - {"output"}):
             if (old := before.get(name)) != (new := self.settings.get(name)):
@@ -66,7 +63,7 @@ class RunReport(TrainerCallback):
         write_text(self.output / RECIPE, yaml.safe_dump(self.settings, sort_keys=False))
 
     def _describe(self, args, state) -> str:
-        """One line on the run: size of the model, devices, precision, and number of steps."""
+        """One line on the run."""
         stream = self.trainer.train_dataset
         parameters = self.trainer.accelerator.unwrap_model(self.trainer.model).num_parameters()
         begun = f" from step {state.global_step:,}" if state.global_step else ""
@@ -82,7 +79,7 @@ class RunReport(TrainerCallback):
         self.since = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        # A step that is saved or validated is logged, because the log refuses a loss that is not finite.
+        # `on_log` refuses a loss that is not finite before the step is saved.
         control.should_log |= control.should_save or control.should_evaluate
         if state.is_world_process_zero and not self.expected:
             self._expect(args, state.max_steps - state.global_step)
@@ -104,14 +101,13 @@ class RunReport(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         loss = logs.get("loss", logs.get("eval_loss", 0.0))
         if not math.isfinite(loss):
-            # Refused before it replaces a checkpoint from which training can resume.
             which = "the loss" if "loss" in logs else "the validation loss"
             raise FloatingPointError(f"{which} is {loss} before step {state.global_step + 1}: lower --learning_rate")
         if state.is_world_process_zero:
             self._write_log(state)
 
     def _write_log(self, state) -> list[dict[str, Any]]:
-        """Write what Trainer has logged of training and validation, a line of JSON each."""
+        """Write what Trainer has logged as lines of JSON, and return them."""
         lines: list[dict[str, Any]] = []
         for logs in state.log_history:
             if "loss" in logs:
@@ -133,8 +129,7 @@ class RunReport(TrainerCallback):
 
 
 def save_best(trainer: Any, tokenizer: Any):
-    """Save the model that a training ended with, which is the best, or the average of its weights, with its tokenizer
-    in the output folder."""
+    """Save the model that a training ended with, or the average of its weights, with its tokenizer."""
     output = Path(trainer.args.output_dir)
     with trainer.averaged(), disk_errors(output):
         state_dict = trainer.accelerator.get_state_dict(trainer.model, unwrap=False)
@@ -144,19 +139,26 @@ def save_best(trainer: Any, tokenizer: Any):
             tokenizer.save_pretrained(output)
 
 
-def finish(output: Path, texts: dict[str, Any], evaluate: Callable, data: DataArguments):
-    """Print the scores of the model in the output folder, and write them, where there are none yet.
-
-    Args:
-        evaluate: for a text and a memory length (or None) returns a function of a model.
-    """
+def finish(output: Path, texts: dict[str, Any], readings: list[Reading], data: DataArguments):
+    """Print the scores of the model in the output folder, and write them, where there are none yet: of validation and
+    test text, and of the latter by each other reading."""
     if not (output / RESULTS).exists():
         model = AutoModelForCausalLM.from_pretrained(output).to(find_device(None))
-        scores = score(model, texts, evaluate, data) | {"weights": weights_digest(output)}
+
+        def score(split: str, reading: Reading) -> dict[str, Any]:
+            found = evaluate_language_model(model, texts[split], **vars(reading))
+            return {**dataclasses.asdict(found), **figures(found.nll)}
+
+        scores: dict[str, Any] = {split: score(split, readings[0]) for split in SCORED}
+        scores["memory_lengths"] = [score("test", reading) for reading in readings[1:]]
+        settings = {"parameters": model.num_parameters(), "loss": data.loss}
+        names = ("attn_type", "tgt_len", "mem_len", "ext_len")
+        scores["model"] = {name: getattr(model.config, name) for name in names} | settings
+        scores |= origin() | {"weights": weights_digest(output)}
         results = to_results({split: scores[split] for split in SCORED}, name_of(data.data or ""))
         name = name_of(output)
         write_model_card(output / "README.md", model, name, model_name=name, eval_results=results)
-        # Written last, because it marks a finished run.
+        # Last, because it marks a finished run.
         write_text(output / RESULTS, json.dumps(scores, indent=1) + "\n")
     found, metric = json.loads((output / RESULTS).read_text(encoding="utf-8")), data.metric
     for split in SCORED:
@@ -166,23 +168,6 @@ def finish(output: Path, texts: dict[str, Any], evaluate: Callable, data: DataAr
     parameters = found["model"]["parameters"]
     print(f"the model, of {parameters / 1e6:.1f} M parameters, is in {output}; its figures are in {output / RESULTS}")
     print(f'to write with it: txl-generate {output} --prompt "…"')
-
-
-def score(
-    model: TransfoXLForCausalLM, texts: dict[str, Any], evaluate: Callable, data: DataArguments
-) -> dict[str, Any]:
-    """The scores of a model on the validation and the test text, and with other memory lengths."""
-
-    def figures_of(split: str, memory_length: int | None = None) -> dict[str, float]:
-        found = evaluate(texts[split], memory_length)(model)
-        return {**dataclasses.asdict(found), **figures(found.nll)}
-
-    results: dict[str, Any] = {split: figures_of(split) for split in SCORED}
-    results["memory_lengths"] = [figures_of("test", length) for length in data.eval_memory_lengths]
-    config = model.config
-    names = ("attn_type", "tgt_len", "mem_len", "ext_len")
-    settings = {"parameters": model.num_parameters(), "loss": data.loss}
-    return results | {"model": {name: getattr(config, name) for name in names} | settings, **origin()}
 
 
 def plot(log: list[dict[str, float]], path: Path, metric: str):

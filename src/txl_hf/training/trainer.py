@@ -1,4 +1,4 @@
-"""`Trainer` with memory: the memory of each stream is passed from step to step, separate in evaluations, and saved."""
+"""`TransfoXLTrainer`, transformers' `Trainer` whose steps take the memory of the step before."""
 
 import copy
 import os
@@ -36,7 +36,6 @@ from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
 from ..transfo_xl.masks_transfo_xl import without_padding
 from .arguments import FIXED, TransfoXLTrainingArguments
-from .callbacks import MemoryLength, ScaledByLength
 from .cards import complete_push, create_model_card
 from .checkpoints import (
     UNFINISHED_PREFIX,
@@ -47,8 +46,8 @@ from .checkpoints import (
     last_checkpoint,
     remove_old_checkpoints,
 )
-from .memory import StreamMemory, check_settings, read_position
-from .optimizers import Averaging, make_optimizer
+from .memory import MemoryLength, StreamMemory, check_settings, read_position
+from .optimizers import Averaging, ScaledByLength, make_optimizer
 from .regularization import RegularizationArguments, Regularizer, regularize
 from .steps import should_capture_steps, should_compile_layers
 
@@ -56,9 +55,7 @@ logger = logging.get_logger(__name__)
 
 
 class _WholeSteps(JITCheckpointCallback):
-    """A checkpoint on SIGTERM, which Trainer writes at the end of a step, after the step's line of the log. Within a
-    step the memory already holds a segment that the weights have not learned from.
-    """
+    """A checkpoint on SIGTERM, at the end of a step: within one the memory is ahead of the weights by a segment."""
 
     def on_step_begin(self, args, state, control, **kwargs):
         pass
@@ -72,7 +69,7 @@ class _WholeSteps(JITCheckpointCallback):
 
 
 class _Events(TrainerCallback):
-    """Events that Trainer has no method for, with the functions that they call."""
+    """Functions of a trainer, called by events that Trainer has no method for."""
 
     def __init__(self, **functions: Callable[..., None]):
         self.__dict__.update(functions)
@@ -81,39 +78,33 @@ class _Events(TrainerCallback):
 class TransfoXLTrainer(Trainer):
     """transformers' `Trainer` whose steps take the memory of the step before.
 
-    Datasets, for training and for evaluation, are `TokenStream`s or others whose items are step-major and which say in
-    `batch_size` how many streams G there are. An optimiser step of training reads one segment of every stream: rows
-    per process × processes × accumulation steps = G; a batch of evaluation likewise, without accumulation. They are
-    read in order, whatever `train_sampling_strategy` is. A loader that breaks continuity is refused.
+    Datasets are `TokenStream`s, or others whose items are step-major and whose `batch_size` is the number of streams
+    G. A step of training reads a segment of every stream: rows per process × processes × accumulation steps = G; a
+    batch of evaluation likewise, without accumulation. They are read in order, whatever `train_sampling_strategy` is.
 
     * `args` are `TransfoXLTrainingArguments`, or `TrainingArguments`, which get the defaults of the added fields.
-    * Memory begins empty (see `initial_memory`) in every epoch and every evaluation; evaluation leaves that of the
-      training as it was. An evaluation of `train_dataset` itself reads a copy, from the beginning.
-    * `eval_dataset` may also be a function of a model and an `accelerator`, such as
-      `functools.partial(evaluate_language_model, token_ids=…, segment_length=…)`, whose result has the figures.
-    * The loss of a step is the mean over its targets in all micro-batches and processes, however many are -100.
-      `eval_loss` is the mean over all targets likewise.
-    * Logs gain `perplexity`, `bits_per_token` (bits per character of a character-level model), `tokens` (targets
-      trained on so far) and `tokens_per_second`, without the time for evaluating and saving; evaluations
-      gain the same. Of a classifier, of tokens or of sequences, `tokens` are its labels, and there is neither
-      perplexity nor bits.
-    * With a `compute_loss_func`, `loss` and `eval_loss` are its results (averaged by `Trainer` in an evaluation). The
-      other figures of an evaluation are of the text's likelihood; logs of training have none. The function gets the
-      labels of a stream, which are of the logits' own positions and must not be shifted; a model with cutoffs has
-      logits with `config.output_logits=True`, and `outputs.losses` always.
-    * `regularization` puts the regularisers of small corpora around the model, as `regularize` does, and adds their
-      penalty, its mean over micro-batches and processes, to the loss. Logged losses are without the penalty.
-    * Checkpoints hold the memory, in the order of the streams so that another number of processes or of accumulation
-      steps can resume, and get their name when they are complete. Older ones are removed only after that.
-      `train(resume_from_checkpoint=True)` takes the last complete one. A training is resumed in the epoch and at the
-      step that the memory is from, whatever the step of the training, with the optimizer's current settings.
+    * Memory begins empty (see `initial_memory`) in every epoch and every evaluation. An evaluation leaves the training
+      as it was; of `train_dataset` itself it reads a copy, from the beginning.
+    * `eval_dataset` may be a function of a model and an `accelerator`, such as
+      `functools.partial(evaluate_language_model, token_ids=…, segment_length=…)`.
+    * `loss` and `eval_loss` are means over all targets of a step (of all micro-batches and processes), or of a text.
+    * Logs and evaluations gain `perplexity`, `bits_per_token`, `tokens` (targets so far) and `tokens_per_second`
+      (without evaluating and saving). Of a classifier, `tokens` are labels, and perplexity and bits are left out.
+    * With a `compute_loss_func`, `loss` and `eval_loss` are its results; logs of training have no other figures, those
+      of an evaluation are of the text's likelihood. Labels of a stream are of the logits' own positions and must not
+      be shifted; a model with cutoffs has logits with `config.output_logits=True`, and `outputs.losses` always.
+    * `regularization` is that of `regularize`; its penalty, the mean over micro-batches and processes, is added to the
+      loss, and left out of logs.
+    * Checkpoints get their name when they are complete; older ones are removed after that. They hold the memory in the
+      order of the streams, so that another number of processes or of accumulation steps can resume: in the epoch and
+      at the step that the memory is from, with the optimizer's current settings.
 
     Attributes:
         memory_length: most states that a step of training passes to the next; a callback may change it.
 
     Raises:
-        ValueError: with these settings memory cannot be carried, or the worst checkpoint would be taken for the best;
-            the message names the fix.
+        ValueError: settings or a loader that break the continuity of memory, or that take the worst checkpoint for the
+            best; the message names the fix.
     """
 
     args: TransfoXLTrainingArguments
@@ -133,11 +124,11 @@ class TransfoXLTrainer(Trainer):
         self._regularization = regularization
         self._regularizer: Regularizer | None = None
         args = TransfoXLTrainingArguments("tmp_trainer") if args is None else TransfoXLTrainingArguments.of(args)
-        # Segments are whole, and Trainer would pad them if there is a tokenizer, which is only saved with the model.
+        # With a tokenizer Trainer would pad segments, which are whole.
         super().__init__(model, args, data_collator or default_data_collator, *more, **kwargs)
         self.args.train_sampling_strategy = "sequential"
         if not torch.accelerator.is_available():
-            # As `use_cpu` sets it, because torch warns of memory that is pinned without a device.
+            # torch warns of memory that is pinned without a device.
             self.args.dataloader_pin_memory = False
         if regularization is not None and self._regularizer is None:
             self._regularizer = regularize(self.model, regularization)
@@ -154,11 +145,11 @@ class TransfoXLTrainer(Trainer):
             self.label_names = ["shift_labels"]
         self.memory_length: int | None = None
         self._memory = StreamMemory()
-        # Nats and targets of an evaluation's steps on this process, on the device.
+        # Nats and targets of each step of an evaluation, on the device.
         self._sums: list[tuple[Tensor, Tensor]] = []
         self._captured: CapturedSteps | None = None
         self._compiled = False
-        # Whether labels are the text's next tokens, and not a classifier's.
+        # Whether labels are next tokens, not classes.
         self._predicts_text = any(hasattr(module, "lm_head") for module in self.model.modules())
         self._resumed_from: Path | None = None
         self._run: str | None = None
@@ -195,22 +186,18 @@ class TransfoXLTrainer(Trainer):
         return model
 
     def hyperparameter_search(self, hp_space=None, compute_objective=None, *args, **kwargs):
-        """As `Trainer.hyperparameter_search`, by default of `eval_loss`.
-
-        Raises:
-            ValueError: there is a `compute_metrics`, whose figures the default would ignore.
-        """
+        """As in `Trainer`, by default of `eval_loss`, which is a ValueError beside a `compute_metrics`."""
         if compute_objective is None and self.compute_metrics is not None:
             raise ValueError("compute_objective is missing: say which figures of compute_metrics are searched for")
         objective = compute_objective or itemgetter("eval_loss")
         return super().hyperparameter_search(hp_space, objective, *args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, *args, **kwargs):
-        """As `Trainer.train`, but only a complete checkpoint is resumed; with True, the last complete one.
+        """As in `Trainer`, from complete checkpoints alone; with True, from the last of them.
 
         Raises:
-            ValueError: there is no complete checkpoint, or the one that is named is not complete; or the model lacks a
-                special token of `processing_class`.
+            ValueError: a checkpoint is missing or incomplete, or the model lacks a special token of
+                `processing_class`.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
@@ -236,14 +223,14 @@ class TransfoXLTrainer(Trainer):
             if not self._compiled and should_compile_layers(self.args, self.accelerator.device, model):
                 compile_layers(model)
                 self._compiled = True
-        # Datasets that cannot be evaluated are refused before hours of training.
+        # Refused before hours of training.
         for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
             if dataset is not None and not callable(dataset):
                 self.get_eval_dataloader(dataset)
         try:
             if self._resumed_from is None:
                 return super().train(None, *args, **kwargs)
-            # accelerate and DeepSpeed would execute what the pickles of their shards name.
+            # accelerate and DeepSpeed execute what pickles name.
             with data_only():
                 return super().train(str(self._resumed_from), *args, **kwargs)
         finally:
@@ -269,15 +256,14 @@ class TransfoXLTrainer(Trainer):
         return loader
 
     def _evaluated(self, dataset):
-        """The data set of an evaluation; of the training's, a copy at the first epoch, because reading it moves it."""
+        """The data set of an evaluation; of the training's a copy, because reading moves it."""
         dataset = self.eval_dataset if dataset is None else dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
         return copy.copy(dataset) if dataset is not None and dataset is self.train_dataset else dataset
 
     def _check_loader(self, loader: DataLoader, dataset, name: str, accumulation_steps: int = 1):
-        """Raise a ValueError for a data set, or its loader, with which memory would not go on, or an evaluation would
-        not end; a warning counts the tokens that an evaluation leaves out."""
+        """Raise a ValueError for a data set or loader with which memory would not go on, or an evaluation not end."""
         if not isinstance(getattr(dataset, "batch_size", None), int):
             raise ValueError(
                 f"{name} is a {type(dataset).__name__} without batch_size, so that nothing says which items continue "
@@ -307,29 +293,37 @@ class TransfoXLTrainer(Trainer):
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
-        """As in `Trainer`, except that a training resumes where its memory is from, however long its epochs were."""
+        """As in `Trainer`, at the place in the text that the memory is from."""
         epoch, batches = super()._init_training_state(*args, **kwargs)
         self._memory = StreamMemory([{} for _ in range(self.args.gradient_accumulation_steps)], epoch)
         if self._resumed_from is not None:
             best = self._resumed_from.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
             if self.state.best_model_checkpoint is None and best.is_dir():
-                # The best checkpoint was moved together with this one; Trainer would search in its output folder.
+                # It was moved together with this one.
                 self.state.best_model_checkpoint = str(best)
             if not self.args.ignore_data_skip:
-                self._memory = self._load_memory(self._resumed_from)
-                epoch, batches = self._memory.epoch, self._memory.step * self.args.gradient_accumulation_steps
+                steps, stream = self.args.gradient_accumulation_steps, self.train_dataset
+                position, _ = read_position(self._resumed_from)
+                if isinstance(stream, TextStream) and "read" in position:
+                    stream.expect(position["read"])
+                self._memory = StreamMemory.load(self._resumed_from, self.accelerator, steps, stream.batch_size)
+                epoch, batches = self._memory.epoch, self._memory.step * steps
         self._goes_on = True
         return epoch, batches
 
     def _begin_training(self, *event, **kwargs):
-        """Called after the model, its optimizer and a checkpoint are loaded, before the first step."""
+        """Called before the first step, after a checkpoint is loaded."""
         past = [logs["tokens"] for logs in self.state.log_history if "loss" in logs and "tokens" in logs]
         self._tokens, self._tokens_logged, self._counted_since = 0, past[-1] if past else 0, time.perf_counter()
         if self._resumed_from is not None:
             self._set_optimizer()
             if self._averaging is not None:
                 self._averaging.load(self._resumed_from, self.model)
-        self._captured = self._make_captured()
+        stream, model = self.train_dataset, self.accelerator.unwrap_model(self.model)
+        read = (getattr(stream, "segment_length", 0) + model.config.ext_len) * self.args.train_batch_size
+        if should_capture_steps(self.args, self.accelerator, model, getattr(stream, "document_end", None), read):
+            dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
+            self._captured = CapturedSteps(Forward(self.model, nullcontext, self._regularizer), dtype=dtype)
         if self._compiled or self._captured is not None:
             logger.info(
                 f"layers compiled: {self._compiled} (compile_layers); steps of equal shapes launched as CUDA graphs: "
@@ -339,7 +333,7 @@ class TransfoXLTrainer(Trainer):
             self._run = begin_run(Path(self.args.output_dir), self._resumed_from)
 
     def _set_optimizer(self):
-        """Set the current settings, because an optimizer and its schedule load those of their checkpoint."""
+        """Set the current settings in place of those that a checkpoint brought."""
         bases = [asked["lr"] for asked in self._asked]
         factors = getattr(self.lr_scheduler, "lr_lambdas", None)
         if not bases or factors is None or len(bases) != len(self.optimizer.param_groups):
@@ -348,15 +342,6 @@ class TransfoXLTrainer(Trainer):
         for group, asked, factor in zip(self.optimizer.param_groups, self._asked, factors, strict=True):
             rate = asked["lr"] * factor(self.lr_scheduler.last_epoch)
             group.update({**asked, "lr": rate, "initial_lr": asked["lr"]})
-
-    def _make_captured(self) -> CapturedSteps | None:
-        stream, model = self.train_dataset, self.accelerator.unwrap_model(self.model)
-        read = (getattr(stream, "segment_length", 0) + model.config.ext_len) * self.args.train_batch_size
-        document_end = getattr(stream, "document_end", None)
-        if not should_capture_steps(self.args, self.accelerator, model, document_end, read):
-            return None
-        dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
-        return CapturedSteps(Forward(self.model, nullcontext, self._regularizer), dtype=dtype)
 
     def _begin_epoch(self, *event, **kwargs):
         """An epoch begins at the beginning of the text, except one that is resumed."""
@@ -379,41 +364,44 @@ class TransfoXLTrainer(Trainer):
         return optimizer
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """As in `Trainer`, with a count of the targets of `shift_labels`, which `Trainer` does not know."""
+        """As in `Trainer`, with a count of the targets of `shift_labels` too."""
         self._memory.micro_batch = 0
         if self.state.global_step >= self.state.max_steps:
-            # Trainer takes one more step when it resumes a finished run.
+            # Trainer would take one more step of a finished run.
             self.control.should_training_stop = True
             return [], None
         batches, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches and self._memory.step > 0:
-            # A text without a length has ended.
+            # The end of a text without a length.
             self._memory = self._memory.next_epoch()
         if batches and batches[0].get("shift_labels") is not None:
             for batch in batches:
                 labels = batch["shift_labels"]
-                # The labels in the batch itself are changed, so that the model counts the same.
+                # In the batch itself, so that the model counts the same.
                 batch["shift_labels"] = without_padding(labels, batch.get("attention_mask"), labels.shape[1])
             targets = sum((batch["shift_labels"] != -100).sum() for batch in batches).to(device)
             targets = self.accelerator.gather(targets).sum() if self.args.world_size > 1 else targets
         self._tokens = self._tokens + (0 if targets is None else targets)
-        # Where the number of targets is None, Trainer takes the mean of the micro-batches' means.
+        # None: Trainer takes the mean of the micro-batches' means.
         return batches, None if targets is None else targets.clamp(min=1)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """As in `Trainer`, with the memory of these rows, which is replaced by the one that the call returns."""
-        # `mem_len` may be shorter than this memory, after a callback or in a resumed training.
+        """As in `Trainer`, with the memory of these rows, which that of the call replaces."""
+        # A callback or a resumed training may have made `mem_len` shorter.
         memory = latest_states(self._memory.current, self.model.config.mem_len)
-        if self._is_captured(model, inputs) and num_items_in_batch is not None:
+        # While the memory grows, shapes change.
+        full = self.memory_length is None or self.memory_length >= self.model.config.mem_len
+        usual = model.training and self.compute_loss_func is None and "shift_labels" in inputs
+        if self._captured is not None and full and usual and num_items_in_batch is not None:
             nll, penalty, memory = self._captured(inputs, memory)
             self._memory.replace(self._carried(memory))
             return nll / num_items_in_batch + self._share_of(penalty)
         own = {}
         if self.compute_loss_func is not None and "shift_labels" in inputs:
-            # Trainer takes `labels` out of the inputs for the function.
+            # Trainer gives the function `labels`.
             own["labels"] = inputs["shift_labels"]
         elif self.compute_loss_func is None and not model.training:
-            # The loss of an evaluation's batch is the mean over its own labels; `_count` adds up the whole.
+            # The mean over the batch's own labels; `_count` adds up the whole.
             num_items_in_batch = None
         losses, parts = [], self._segments(inputs, num_items_in_batch) if model.training else [inputs]
         for number, part in enumerate(parts, start=1):
@@ -430,8 +418,7 @@ class TransfoXLTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _segments(self, inputs: dict[str, Any], num_items_in_batch: Tensor | None) -> list[dict[str, Any]]:
-        """The items of a step as `backprop_segments` parts: each call takes the memory of the one before, with its
-        graph, and their losses add up."""
+        """The items of a step in `backprop_segments` parts, one for each call; their losses add up."""
         segments = self.args.backprop_segments
         if segments == 1:
             return [inputs]
@@ -445,27 +432,21 @@ class TransfoXLTrainer(Trainer):
         parts = {name: value.chunk(segments, dim=1) for name, value in inputs.items() if value.dim() > 1}
         return [{**inputs, **dict(zip(parts, part, strict=True))} for part in zip(*parts.values(), strict=True)]
 
-    def _is_captured(self, model, inputs: dict[str, Any]) -> bool:
-        """Whether a call is captured: only after the memory has its full length, because until then shapes change."""
-        full = self.memory_length is None or self.memory_length >= self.model.config.mem_len
-        usual = model.training and self.compute_loss_func is None and "shift_labels" in inputs
-        return self._captured is not None and full and usual
-
     def _share_of(self, penalty: Tensor) -> Tensor:
-        """A penalty with its gradient and value 0, so that the exponential of the logged loss is a perplexity."""
+        """A penalty of value 0, with its gradient, because logged losses are without it."""
         penalty = penalty / self.current_gradient_accumulation_steps
         return penalty - penalty.detach()
 
     def _count(self, inputs: dict[str, Any], outputs):
-        """Add up the losses of an evaluation's batch, and their targets."""
+        """Record the sum of an evaluation's losses, and the number of its targets."""
         labels = inputs.get("shift_labels", inputs.get("labels"))
         if labels is None:
             return
         if (losses := outputs.get("losses")) is None:
-            # A classifier of whole sequences, of which most segments may have no label.
+            # A classifier of sequences: most segments may have no label.
             targets, nll = labels, outputs["loss"].detach() * (labels != -100).sum()
         else:
-            # The losses of a language model are of the labels after the first, so they are fewer than the labels.
+            # With `labels`, losses are of those after the first.
             targets, nll = labels[:, labels.shape[1] - losses.shape[1] :], losses.detach().sum()
             if self._predicts_text:
                 targets = without_padding(targets, inputs.get("attention_mask"), labels.shape[1])
@@ -475,8 +456,8 @@ class TransfoXLTrainer(Trainer):
         """The memory for the next call."""
         if not memory:
             return {}
-        # Mixed precision returns the memory in fp32. It is cast back to the model's type, or to autocast's, in which
-        # it was rounded unless a layer normalisation reads it.
+        # Mixed precision returns fp32. States are cast to autocast's type, to which the model rounded them unless a
+        # layer normalisation reads them.
         dtype = self.model.first_parameter.dtype
         if self.accelerator.native_amp and not self.model.config.pre_lnorm:
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, dtype)
@@ -485,7 +466,7 @@ class TransfoXLTrainer(Trainer):
         if self.args.torch_compile:
             memory = cloned_states(memory)
         if self.args.fp16 or dtype == torch.float16:
-            # A stream whose states overflowed would read them until the text ends, although the scaler skips the step.
+            # The scaler skips an overflowed step, but memory would keep its states.
             memory["mems_mask"] = mask_overflow(**memory)
         if self.model.training and self.memory_length is not None:
             memory = latest_states(memory, self.memory_length)
@@ -503,12 +484,12 @@ class TransfoXLTrainer(Trainer):
         super().log(logs, start_time)
 
     def _figures(self, loss: float) -> dict[str, float]:
-        """Other units of a loss (perplexity, bits per token), if it is the negative log-likelihood of a text."""
+        """Perplexity and bits of a loss, if it is of a text."""
         return figures(loss) if self._predicts_text else {}
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
-        """A context whose time does not count in tokens per second."""
+        """A context that tokens per second leave out."""
         start = time.perf_counter()
         yield
         self._counted_since += time.perf_counter() - start
@@ -516,11 +497,11 @@ class TransfoXLTrainer(Trainer):
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def averaged(self):
-        """A context in which the model has the average of its weights, where one is kept and has begun."""
+        """A context in which the model has the average of its weights, where there is one."""
         return nullcontext() if self._averaging is None else self._averaging.in_place(self.model)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
-        """As in `Trainer`, of the average of the weights where one is kept; `eval_dataset` may be a function."""
+        """As in `Trainer`, of the weights' average where there is one; `eval_dataset` may be a function."""
         dataset = self._evaluated(eval_dataset)
         with self.averaged(), uncompiled() if self._compiled else nullcontext():
             if not callable(dataset):
@@ -548,7 +529,7 @@ class TransfoXLTrainer(Trainer):
                 )
         finally:
             self._memory = training
-        # The sums are copied at the end, so that a GPU does not wait for the host.
+        # Copied at the end alone, so that a GPU does not wait for the host.
         parts = [torch.stack(part).cpu().double().sum() for part in zip(*self._sums, strict=True)]
         sums = torch.stack(parts) if parts else torch.zeros(2, dtype=torch.float64)
         if self.args.world_size > 1:
@@ -567,41 +548,41 @@ class TransfoXLTrainer(Trainer):
         if self.args.label_names is None:
             self.label_names = ["labels" if "shift_labels" not in inputs else "shift_labels"]
         if missing := [name for name in self.label_names if inputs.get(name) is None]:
-            # Without labels Trainer computes no loss, and the memory would not be passed on.
+            # Trainer would compute no loss, and pass on no memory.
             raise ValueError(
                 f"label_names={self.label_names}, but the items have {', '.join(inputs)}, and no "
                 f"{', '.join(missing)}: an evaluation with memory needs labels"
             )
         self._set_signature_columns_if_needed()
         if "output_logits" in self._signature_columns:
-            # Logits beside a loss cost a product with the whole vocabulary, so they are computed for predictions only.
+            # Logits cost a product with the whole vocabulary.
             inputs = {**inputs, "output_logits": not prediction_loss_only}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     # --- card --------------------------------------------------------------------------------------------------------
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """As in `Trainer`; for a model of this package, the card of `cards.create_model_card`."""
+        """As in `Trainer`; of a model of this package, by `cards.create_model_card`."""
         if (model := self._model_of_card()) is not None:
             create_model_card(self, model, *args, **kwargs)
         else:
             super().create_model_card(*args, **kwargs)
 
     def _model_of_card(self) -> TransfoXLLayoutModel | None:
-        """The model, unwrapped, if it is of this package and has no adapters; the cards of others are Trainer's."""
+        """The model, unwrapped, if it is of this package and has no adapters; otherwise None."""
         model = self.accelerator.unwrap_model(self.model)
         is_own = isinstance(model, TransfoXLLayoutModel) and not getattr(model, "_hf_peft_config_loaded", False)
         return model if is_own else None
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """As in `Trainer`; outside checkpoints the average of the weights, where one is kept."""
+        """As in `Trainer`; outside checkpoints the average of the weights, where there is one."""
         with nullcontext() if _internal_call else self.averaged():
             super().save_model(output_dir, _internal_call)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model, trial):
-        """Write a checkpoint under an unfinished name, rename it when complete, and only then remove older ones."""
+        """As in `Trainer`, under an unfinished name until the checkpoint is complete."""
         args, run, step = self.args, Path(self._get_output_dir(trial)), self.state.global_step
         aside, final = run / f"{UNFINISHED_PREFIX}-{step}", run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         with self._uncounted(), disk_errors(args.output_dir):
@@ -627,22 +608,22 @@ class TransfoXLTrainer(Trainer):
                 torch.save(args, written / TRAINING_ARGS_NAME)
                 self.state.save_to_json(str(written / TRAINER_STATE_NAME))
                 if self._run is None:
-                    # A callback requested this checkpoint, without a `save_strategy`.
+                    # A callback asked for it, without a `save_strategy`.
                     self._run = begin_run(run)
                 finish_checkpoint(written, final, self._run)
                 if args.push_to_hub:
                     self._push_from_checkpoint(str(final))
-                # Trainer's own function is not used, because it orders checkpoints by their times.
+                # Trainer's own function orders checkpoints by time.
                 remove_old_checkpoints(run, args.save_total_limit, keep=[final, self.state.best_model_checkpoint])
             self.accelerator.wait_for_everyone()
 
     def _begin_push(self, *event, **kwargs):
-        """Called before files are copied to the output directory and pushed."""
+        """Called before a push copies files to the output directory."""
         if self.is_world_process_zero() and (model := self._model_of_card()) is not None:
             complete_push(self, model)
 
     def _settings(self) -> dict[str, Any]:
-        """The settings without which a training does not go on: of the text, the weights and the optimizer."""
+        """The settings of text, weights and optimizer that a resumed training must share."""
         settings = {name: getattr(self.model.config, name) for name in FIXED} | describe_stream(self.train_dataset)
         return settings | {"optimizer": self.args.optimizer, "average": self.args.average}
 
@@ -655,22 +636,18 @@ class TransfoXLTrainer(Trainer):
             position["read"] = dataset.documents_read
         memory.save(folder, self.accelerator, position, writes=self.args.should_save)
 
-    def _load_memory(self, folder: Path) -> StreamMemory:
-        position, _ = read_position(folder)
-        if isinstance(self.train_dataset, TextStream) and "read" in position:
-            self.train_dataset.expect(position["read"])
-        steps = self.args.gradient_accumulation_steps
-        return StreamMemory.load(folder, self.accelerator, steps, self.train_dataset.batch_size)
-
 
 def check_special_tokens(config: TransfoXLConfig, tokenizer):
-    """Raise a ValueError for a special token of a tokenizer, or of a processor's, that is outside a model's
-    vocabulary: `Trainer.train` writes it into the configuration, so that the model could be trained and not saved.
+    """Raise a ValueError for a special token outside a model's vocabulary: `Trainer.train` would write it into the
+    configuration, which could not be saved.
+
+    Args:
+        tokenizer: or a processor that has one.
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     for name in ("bos_token", "eos_token", "pad_token"):
         token = getattr(tokenizer, f"{name}_id", None)
-        # A model without a vocabulary reads vectors, whatever tokens its configuration names.
+        # Without a vocabulary a model reads vectors.
         if token is not None and 0 < config.vocab_size <= token:
             raise ValueError(
                 f"{name}={getattr(tokenizer, name)!r} of the tokenizer is token {token}, but the model has the tokens "
@@ -693,7 +670,7 @@ def _check_arguments(args: TrainingArguments):
         raise ValueError(
             f"label_smoothing_factor={args.label_smoothing_factor} does not reach shift_labels: set it to 0"
         )
-    # TrainingArguments assumes that a metric whose name does not end in "loss" is the better the greater.
+    # TrainingArguments takes True for names that do not end in "loss".
     if args.greater_is_better and re.fullmatch(f"(.*_)?({'|'.join(METRICS)})", args.metric_for_best_model or ""):
         raise ValueError(
             f"metric_for_best_model={args.metric_for_best_model!r} is the better the lower: set "
