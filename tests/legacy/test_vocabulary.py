@@ -32,6 +32,15 @@ def test_legacy_text_vocabulary():
     assert tokenizer(SENTENCE)["input_ids"] == pickled(SENTENCE)["input_ids"]
 
 
+@pytest.mark.parametrize("ends", [b"\n", b"\r\n"])
+def test_words_that_are_not_ascii_in_python_2s_first_protocol(tmp_path, ends):
+    """Which writes a string as Python writes it: the bytes of UTF-8, in quotes, by their numbers."""
+    path = tmp_path / "vocab.pkl"
+    lines = ["(dp0", "S'idx2sym'", "p1", "(lp2", r"S'Enqu\xc3\xaates'", "p3", 'aS"it\'s\\n"', "p4", "as."]
+    path.write_bytes(ends.join(line.encode() for line in lines))
+    assert read_vocab_pickle(path) == ["Enquêtes", "it's\n"]
+
+
 def test_a_byte_order_mark_is_no_part_of_the_first_symbol(tmp_path):
     (tmp_path / "vocab.txt").write_text("\ufeff<eos>\nthe\n", encoding="utf-8")
     tokenizer = TransfoXLTokenizer.from_pretrained(tmp_path)

@@ -15,6 +15,7 @@ Three formats are read: a bare pickle (`vocab.pkl`, `cache.pkl`), the zip archiv
 concatenated pickles that torch wrote before.
 """
 
+import codecs
 import functools
 import mmap
 import os
@@ -278,6 +279,20 @@ _known = functools.lru_cache(maxsize=1024)(_KNOWN.fullmatch)
 _Instructions: TypeAlias = dict[int, tuple[str, Callable | None, Callable | None, int | None]]
 
 
+def _read_string(file: Any) -> str:
+    """A string of Python 2 in the protocol of text, decoded as Latin-1 as in the other protocols; `pickletools`
+    decodes ASCII alone.
+
+    Raises:
+        ValueError: it is not in quotes, or the line does not end.
+    """
+    line = file.readline()
+    text = line[:-1].rstrip(b"\r")
+    if line[-1:] != b"\n" or len(text) < 2 or text[:1] not in (b"'", b'"') or text[:1] != text[-1:]:
+        raise ValueError("a string without its quotes or the end of its line")
+    return codecs.escape_decode(text[1:-1])[0].decode("latin-1")
+
+
 def _instructions(kind: type["Machine"]) -> _Instructions:
     """The table {first byte: (name, reader of the argument, method, width of the length before the argument)}."""
     table = {}
@@ -287,7 +302,7 @@ def _instructions(kind: type["Machine"]) -> _Instructions:
         if name in _PUSHED:
             method = functools.partial(_push, _PUSHED[name])
         reader = opcode.arg.reader if opcode.arg is not None else None
-        table[ord(opcode.code)] = (name, reader, method, _LENGTHS.get(name))
+        table[ord(opcode.code)] = (name, _read_string if name == "STRING" else reader, method, _LENGTHS.get(name))
     return table
 
 
