@@ -236,7 +236,7 @@ class _ShardsMachine(Machine):
         is_format = isinstance(kind, Name) and str(kind) == MEMORY_FORMATS
         if not is_format or name not in _MEM_FORMAT_ENCODING.__members__:
             raise UnsafePickleError("getattr of anything but a memory format is no record of shards")
-        return StandIn(kind, (name,))
+        return StandIn(kind)
 
     builders = {"collections.OrderedDict": Machine.builders["collections.OrderedDict"], GETATTR: _memory_format}
 

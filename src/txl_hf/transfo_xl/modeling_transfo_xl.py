@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from transformers import Cache
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import ModelOutput, can_return_tuple, logging
+from transformers.processing_utils import Unpack
+from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple, logging
 from transformers.utils.output_capturing import capture_outputs
 
 from .adaptive_transfo_xl import (
@@ -487,7 +488,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         mems_mask: Tensor | None = None,
         resets: Tensor | None = None,
         detach_mems: bool = True,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> TransfoXLModelOutput:
         """
         Args:
@@ -683,7 +684,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         resets: Tensor | None = None,
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> TransfoXLCausalLMOutput:
         """
         Args:
@@ -787,7 +788,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         resets: Tensor | None = None,
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> TransfoXLSequenceClassifierOutput:
         """
         Args:
@@ -885,7 +886,7 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
         resets: Tensor | None = None,
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> TransfoXLTokenClassifierOutput:
         """
         Args:
