@@ -4,7 +4,7 @@ import functools
 import hashlib
 import zlib
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,6 @@ class TokenStream(Dataset):
         check_sizes(segment_length=segment_length, batch_size=batch_size)
         check_sizes(least=0, ext_len=ext_len)
         token_ids = open_tokens(token_ids)
-        check_tokens(token_ids)
         segment_length, batch_size, ext_len = int(segment_length), int(batch_size), int(ext_len)
         self.token_ids = token_ids
         self.segment_length = segment_length
@@ -82,17 +81,15 @@ class TokenStream(Dataset):
         self.documents = describe_document_end(self.document_end)
         # The last token of the text is a label only.
         labels = len(token_ids) - 1
-        self._stream_length, longer = divmod(labels, batch_size)
+        self._streams = cut_streams(labels, batch_size)
         shortest = 1 if keep_remainder or varlen_seed is not None else segment_length
-        if self._stream_length < shortest:
+        if len(self._streams[-1]) < shortest:
             segment = f" of at least one segment of segment_length={segment_length}" if shortest > 1 else ""
             raise ValueError(
                 f"the text has {len(token_ids)} tokens, but batch_size={batch_size} streams{segment} need "
                 f"{batch_size * shortest + 1}"
             )
-        # With a remainder, the first `longer` streams are one token longer than the others.
-        self._longer = longer if keep_remainder else 0
-        longest = self._stream_length + (self._longer > 0)
+        longest = len(self._streams[0 if keep_remainder else -1])
         # Where the segments end. With a remainder, the last may end behind the text.
         self._ends: range | np.ndarray
         if varlen_seed is None:
@@ -102,8 +99,8 @@ class TokenStream(Dataset):
             self._lengths = np.diff(self._ends, prepend=0)
         self.steps = len(self._ends)
         if not keep_remainder:
-            self._stream_length = int(self._ends[-1])
-        self.dropped_tokens = labels - self._stream_length * batch_size - self._longer
+            self._streams = cut_streams(int(self._ends[-1]) * batch_size, batch_size)
+        self.dropped_tokens = labels - self._streams[-1].stop
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -151,9 +148,8 @@ class TokenStream(Dataset):
         items = {"input_ids": torch.zeros(shape, dtype=torch.int64), "shift_labels": torch.full(shape, -100)}
         if self.document_end is not None:
             items["resets"] = torch.zeros(shape, dtype=torch.bool)
-        for place, stream in enumerate(range(row, row + rows)):
-            start = stream * self._stream_length + min(stream, self._longer)
-            first, stop = start + begin - reread, start + min(end, self._stream_length + (stream < self._longer))
+        for place, stream in enumerate(self._streams[row : row + rows]):
+            first, stop = stream.start + begin - reread, min(stream.start + end, stream.stop)
             tokens = read_tokens(self.token_ids, first, stop + 1)
             items["input_ids"][place, : stop - first] = tokens[:-1]
             items["shift_labels"][place, reread : stop - first] = tokens[reread + 1 :]
@@ -166,7 +162,7 @@ class TokenStream(Dataset):
     def segment(self, step: int) -> tuple[int, int]:
         """Where segment `step`, in [0, `steps`), begins and ends in every stream, in tokens, in the present epoch."""
         begin = self._ends[step - 1] if step else 0
-        return int(begin), min(int(self._ends[step]), self._stream_length + (self._longer > 0))
+        return int(begin), min(int(self._ends[step]), len(self._streams[0]))
 
 
 class RolledStream(TokenStream):
@@ -190,6 +186,13 @@ class RolledStream(TokenStream):
         if end > self.length:
             tokens = torch.cat([tokens, read_tokens(self.token_ids, start, start + end - self.length)])
         return as_item(tokens, self.segment_length)
+
+
+def cut_streams(tokens: int, batch_size: int) -> list[range]:
+    """The tokens of each stream. The first are one token longer than the others, where the text does not divide."""
+    shorter, longer = divmod(tokens, batch_size)
+    starts = [row * shorter + min(row, longer) for row in range(batch_size + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def as_item(tokens: Tensor, length: int) -> dict[str, Tensor]:
@@ -345,20 +348,24 @@ def text_fingerprint(token_ids) -> str:
 
 
 def open_tokens(token_ids) -> Any:
-    """`ArrowTokens` for an Arrow column, also one of a `datasets.Dataset`; anything else unchanged."""
+    """A text as it is, or `ArrowTokens` for a column of Arrow or of a `datasets.Dataset`. Raises a ValueError unless
+    it is a sequence of integers, at least one: of a list or tuple all are read; others have one type for all."""
     source, name = getattr(token_ids, "source", None), getattr(token_ids, "column_name", None)
     table = getattr(source, "data", None)
     # With indices, as after `shuffle`, or a custom format, the dataset's rows are not those of its table.
     plain = getattr(source, "_indices", True) is None and getattr(source, "_format_type", None) != "custom"
     if name is not None and table is not None and plain:
-        return ArrowTokens(table, name)
-    if not hasattr(token_ids, "num_chunks"):
-        return token_ids
-    # Imported here, because `datasets` is in the extra `train`.
-    import pyarrow as pa
-    from datasets.table import InMemoryTable
+        token_ids = ArrowTokens(table, name)
+    elif hasattr(token_ids, "num_chunks"):
+        # Imported here, because `datasets` is in the extra `train`.
+        import pyarrow as pa
+        from datasets.table import InMemoryTable
 
-    return ArrowTokens(InMemoryTable(pa.table({"token_ids": token_ids})), "token_ids")
+        token_ids = ArrowTokens(InMemoryTable(pa.table({"token_ids": token_ids})), "token_ids")
+    if len(token_ids) == 0:
+        raise ValueError("the text is empty: token_ids holds no token")
+    read_tokens(token_ids, 0, len(token_ids) if isinstance(token_ids, list | tuple) else 1)
+    return token_ids
 
 
 class ArrowTokens:
@@ -388,14 +395,6 @@ class ArrowTokens:
             return self[places : places + 1][0]
         read = self._table.fast_slice(places.start, max(0, places.stop - places.start))
         return read.column(self._name).to_numpy()[:: places.step]
-
-
-def check_tokens(token_ids) -> None:
-    """Raise a ValueError unless the text is a sequence of at least one integer. Of a list or tuple all are read; other
-    sequences have one type for all."""
-    if len(token_ids) == 0:
-        raise ValueError("the text is empty: token_ids holds no token")
-    read_tokens(token_ids, 0, len(token_ids) if isinstance(token_ids, list | tuple) else 1)
 
 
 def _as_array(tokens) -> np.ndarray:

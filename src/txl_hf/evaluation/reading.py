@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..data.streams import check_document_end, check_sizes, check_tokens, document_starts, open_tokens, read_tokens
+from ..data.streams import check_document_end, check_sizes, cut_streams, document_starts, open_tokens, read_tokens
 from ..kernels.captured import SegmentsAlike
 from ..memories import latest_states, memory_of
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME
@@ -110,7 +110,6 @@ class Text:
         reading, vocab_size = reading.of(model.config), model.config.vocab_size
         batch_size, warm_up, accelerator = reading.batch_size, reading.warm_up, reading.accelerator
         token_ids = open_tokens(token_ids)
-        check_tokens(token_ids)
         if len(token_ids) < batch_size:
             raise ValueError(f"batch_size={batch_size} streams are more than the text has tokens ({len(token_ids)})")
         self.token_ids, self.reading = token_ids, reading
@@ -118,7 +117,7 @@ class Text:
         if isinstance(self.document_end, int) and self.document_end >= vocab_size:
             raise ValueError(f"document_end={self.document_end} lies outside the vocabulary [0, {vocab_size})")
         self.unscored = max(warm_up, 1)
-        self._streams = _streams(len(token_ids), batch_size)
+        self._streams = cut_streams(len(token_ids), batch_size)
         self.length = len(self._streams[0]) - 1
         self.tokens = self._scored(self._streams, 0, self.length)
         if self.tokens == 0:
@@ -311,13 +310,6 @@ def evaluating(model: TransfoXLForCausalLM) -> Iterator[None]:
     finally:
         for module in in_training:
             module.training = True
-
-
-def _streams(text_tokens: int, batch_size: int) -> list[range]:
-    """The tokens of each stream. The first are one token longer than the others, where the text does not divide."""
-    shorter, longer = divmod(text_tokens, batch_size)
-    starts = [row * shorter + min(row, longer) for row in range(batch_size + 1)]
-    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def _labels(streams: list[range], begin: int, end: int) -> int:
