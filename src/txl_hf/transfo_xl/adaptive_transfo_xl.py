@@ -1,9 +1,9 @@
 """Adaptive input and adaptive softmax over frequency-sorted bins of the vocabulary.
 
-The vocabulary is cut at `cutoffs` into bins; bin i has embeddings of width `d_embed // div_val**i`, projected to the
-width of the model (Baevski and Auli, 2019). With div_val = 1 all bins share one table. In the softmax (Grave et al.,
-2017), bin 0 and one entry for each further bin ("cluster") form the head; the probability of a token in bin i is that
-of its cluster times that within the bin.
+The vocabulary is cut at `cutoffs` into bins; bin i has embeddings of width d_i = `d_embed // div_val**i`, projected to
+D, the width of the model (Baevski and Auli, 2019). With div_val = 1 all bins share one table. In the softmax (Grave et
+al., 2017), bin 0 and one entry for each further bin ("cluster") form the head; the probability of a token in bin i is
+that of its cluster times that within the bin. V is the size of the vocabulary.
 
 Every parameter is read in the forward of the module that owns it, so that offloading and sharding hooks see it.
 """
@@ -103,8 +103,8 @@ class AdaptiveEmbedding(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        """The first table, or the first tied projection where no tables are tied: accelerate keeps modules that share
-        `weight` together."""
+        """The first table or, where projections alone are tied, the first of these, because accelerate puts modules
+        with the same `weight` on one device."""
         tied = _first_tied_projection(self.config)
         projection = 0 if self.config.div_val == 1 else tied
         return self.get_parameter("emb_layers.0.weight" if tied is None else f"emb_projs.{projection}.weight")

@@ -80,25 +80,21 @@ class TransfoXLConfig(PreTrainedConfig):
         tie_projs (`list[bool]`, *optional*):
             For each bin whether the softmax uses the projection of the embeddings; after a single entry, that of bin
             0, all are `False`. None: `[False] + [proj_share_all_but_first] * len(cutoffs)`, updated with these fields.
-        proj_same_dim (`bool`, defaults to `True`):
-            With `div_val > 1`, project also a bin whose width is `d_model` already.
+        proj_same_dim (`bool`, defaults to `True`): With `div_val > 1`, project bins of width `d_model`, too.
         initial_memory (`str`, defaults to `"zeros"`):
             What precedes the first segment: `"zeros"`, M zero states that are attended to, or `"empty"`, nothing.
         same_length_counts_self (`bool`, defaults to `True`):
             With `same_length`, a query sees M keys, its own among them, or (`False`) M keys besides its own.
-        mlp_output_relu (`bool`, defaults to `False`):
-            A second ReLU, after the feed-forward's output, as in Pop Music Transformer.
+        mlp_output_relu (`bool`, defaults to `False`): A ReLU after the feed-forward, as in Pop Music Transformer.
         ext_len (`int`, defaults to 0):
-            The last positions of a segment that stay out of the memory, because the next segment repeats them. Not
-            applied to `past_key_values`.
+            Last tokens of a segment that the next one repeats, so that `mems` leave them out, but no cache does.
         tgt_len (`int`, defaults to 128): Segment length of training.
         max_klen (`int`, *optional*):
             Rows of the learned positions of `attn_type` 1, where further distances use the furthest row, and 3, where
             no more tokens are read at once; by default `tgt_len + ext_len + mem_len`.
         output_logits (`bool`, defaults to `False`): Return logits beside a loss though the model has cutoffs.
         input_size (`int`, *optional*):
-            With `vocab_size=0`, the width of `inputs_embeds`, which a linear layer projects to `d_model`. None: they
-            are `d_model` wide, and not projected.
+            Width of `inputs_embeds` with `vocab_size=0`, which are projected to `d_model`. None: `d_model`, as it is.
         gating (`str`, *optional*):
             `"gru"`: gates in place of the sums of sub-layers' inputs and outputs, and `pre_lnorm` (GTrXL, see
             `TransfoXLGate`). None: no gates.

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 # See `packed_starts`; `generate` writes position_ids itself, never the others.
 PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 DOCUMENT_KEYWORDS = ("position_ids", *PACKED_KEYWORDS)
-# Keywords that `capture_outputs` reads, that say where documents begin, and that `transformers` passes to every model
-# and this one ignores, because the memory, the beginnings of documents and causality determine them.
+# Keywords that `capture_outputs` reads, that say where documents begin, and that `transformers` passes to every model:
+# the last are ignored, because the memory, the documents and causality determine them.
 KNOWN = {
     *("output_hidden_states", "output_attentions", *DOCUMENT_KEYWORDS),
     *("cache_position", "max_length_q", "max_length_k", "token_type_ids", "is_causal", "return_dict"),
@@ -280,8 +280,8 @@ def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_leng
 def zeros_in_front(
     attention_mask: Tensor | None, segment_length: int, key_length: int, memory_mask: Tensor | None = None
 ) -> Tensor | None:
-    """(B, K) bool, True for padding in front of a text: keys before the segment with no 1 in the mask up to them. None
-    if the mask is of the segment alone. Keys that are not real by `memory_mask`, (B, m), are excluded."""
+    """(B, K) bool, the zeros with which a row of `attention_mask` begins: padding in front of its text. Keys of the
+    segment, and those that `memory_mask`, (B, m), hides, are left out. None if the mask is of the segment alone."""
     if attention_mask is None or attention_mask.shape[1] <= segment_length:
         return None
     front = F.pad(attention_mask[:, :-segment_length].bool().cumsum(dim=1) == 0, (0, segment_length))[:, -key_length:]
@@ -290,8 +290,8 @@ def zeros_in_front(
 
 
 class OpenPadding(NamedTuple):
-    """Padding in front of texts that zero states precede (`initial_memory="zeros"`): it becomes zero states too, and
-    as many of the oldest keys are hidden in exchange, so that a padded row equals the row alone.
+    """Padding in front of texts, with `initial_memory="zeros"`: it becomes zero states like those of the memory, and
+    as many of the oldest keys are hidden, so that a padded row equals the row alone.
 
     Attributes:
         seen, real: (B, m + L) bool, which keys queries see, and which are real, zero states among them.

@@ -28,7 +28,7 @@ def sinusoid(positions: Tensor, width: int) -> Tensor:
 
 def sinusoids_of_distances(key_length: int, embeds: Tensor, clamp_len: int) -> Tensor:
     """R for the distances K - 1, …, 0: (K, D), of the type of `embeds` (…, D); beyond `clamp_len` they share a row."""
-    # fp32 at least, because bf16 has no 301.
+    # fp32 at least, because bf16 rounds distances above 256.
     dtype = torch.promote_types(embeds.dtype, torch.float32)
     distances = torch.arange(key_length - 1, -1, -1, device=embeds.device, dtype=dtype)
     if clamp_len > 0:
