@@ -543,13 +543,9 @@ def _set_line_ends(
     if line_ends and mode in LINE_END_MODES and not known:
         given = None if eos_token is None else str(eos_token)
         raise ValueError(f"line_ends=True needs an eos_token among the symbols, which eos_token={given!r} is not")
-    set_steps(
-        backend,
-        mode,
-        lower_case,
-        [*specials, *([line_end] if line_ends and line_end not in specials else [])],
-        line_end,
-    )
+    if line_end is not None and line_end not in specials:
+        specials = [*specials, line_end]
+    set_steps(backend, mode, lower_case, specials, line_end)
 
 
 def _added_around(backend: Tokenizer) -> tuple[bool, bool]:
