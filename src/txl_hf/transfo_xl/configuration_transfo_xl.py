@@ -241,8 +241,7 @@ class TransfoXLConfig(PreTrainedConfig):
                 f"sample_softmax={self.sample_softmax}: sampled softmax is not offered; use -1 with cutoffs instead"
             )
         if self.vocab_size > 0:
-            self._validate_token_ids()
-            self._validate_bins()
+            self._validate_vocabulary()
 
     def check_change(self, name: str, value: Any):
         """Raise a ValueError unless the fields fit together with another value of this one, which is not set."""
@@ -267,13 +266,6 @@ class TransfoXLConfig(PreTrainedConfig):
                 f"input_size={self.input_size} is the width of inputs_embeds of a model without tokens, but "
                 f"vocab_size={self.vocab_size}: use vocab_size=0, or input_size=None"
             )
-
-    def _validate_token_ids(self):
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            ids = getattr(self, name)
-            for token in ids if isinstance(ids, list | tuple) else [ids]:
-                if token is not None and not 0 <= token < self.vocab_size:
-                    raise ValueError(f"{name}={ids} must lie in the vocabulary, [0, {self.vocab_size})")
 
     def check_lengths(self, mem_len: int, **lengths: int):
         """Raise a ValueError unless these lengths, the configuration's own or those of one call, fit the model."""
@@ -300,7 +292,12 @@ class TransfoXLConfig(PreTrainedConfig):
                 "own, or use initial_memory='empty'"
             )
 
-    def _validate_bins(self):
+    def _validate_vocabulary(self):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            ids = getattr(self, name)
+            for token in ids if isinstance(ids, list | tuple) else [ids]:
+                if token is not None and not 0 <= token < self.vocab_size:
+                    raise ValueError(f"{name}={ids} must lie in the vocabulary, [0, {self.vocab_size})")
         ends = [0, *self.cutoffs, self.vocab_size]
         if any(start >= end for start, end in zip(ends, ends[1:], strict=False)):
             raise ValueError(
