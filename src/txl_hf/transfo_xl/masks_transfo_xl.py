@@ -56,7 +56,14 @@ def checked_inputs(
     """
     check_inputs(keywords, input_ids=input_ids, inputs_embeds=inputs_embeds, **tensors)
     if input_ids is None and inputs_embeds is not None:
-        return _checked_vectors(config, inputs_embeds)
+        if inputs_embeds.dim() != 3 or inputs_embeds.shape[1] == 0:
+            raise ValueError(f"inputs_embeds are {tuple(inputs_embeds.shape)}, not (B, L, D) with at least one token")
+        name, width = "d_model" if config.input_size is None else "input_size", inputs_embeds.shape[-1]
+        if width != getattr(config, name):
+            raise ValueError(f"inputs_embeds are {width} wide, not {name}={getattr(config, name)}")
+        if not inputs_embeds.is_floating_point():
+            raise ValueError(f"inputs_embeds are {inputs_embeds.dtype}, no floating-point vectors")
+        return inputs_embeds
     if config.vocab_size == 0:
         raise ValueError("input_ids need a vocabulary, and vocab_size=0 means that there is none: give inputs_embeds")
     if input_ids is None or inputs_embeds is not None:
@@ -66,18 +73,6 @@ def checked_inputs(
     if input_ids.dtype not in (torch.long, torch.int):
         raise ValueError(f"input_ids are {input_ids.dtype}, not torch.long or torch.int")
     return input_ids
-
-
-def _checked_vectors(config: Any, vectors: Tensor) -> Tensor:
-    """`inputs_embeds`, (B, L, F), if the model reads such."""
-    if vectors.dim() != 3 or vectors.shape[1] == 0:
-        raise ValueError(f"inputs_embeds are {tuple(vectors.shape)}, not (B, L, D) with at least one token")
-    name = "d_model" if config.input_size is None else "input_size"
-    if vectors.shape[-1] != getattr(config, name):
-        raise ValueError(f"inputs_embeds are {vectors.shape[-1]} wide, not {name}={getattr(config, name)}")
-    if not vectors.is_floating_point():
-        raise ValueError(f"inputs_embeds are {vectors.dtype}, no floating-point vectors")
-    return vectors
 
 
 def find_resets(
