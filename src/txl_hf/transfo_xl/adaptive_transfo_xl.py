@@ -60,12 +60,6 @@ class OutputLayer(nn.Module):
     def forward(self, function: Callable, *arguments) -> Any:
         return function(self.weight, self.bias, *arguments)
 
-    def to_linear(self) -> nn.Linear:
-        """The whole table as a linear layer, which `transformers` can resize; the parameters are shared."""
-        linear = nn.Linear(self.weight.shape[1], self.weight.shape[0], device="meta")
-        linear.weight, linear.bias = self.weight, self.bias
-        return linear
-
 
 def _is_projected(config: TransfoXLConfig, width: int) -> bool:
     """Whether a bin of this width has a projection; otherwise it is the identity and has no parameter."""
@@ -278,8 +272,10 @@ class TransfoXLVocabularyModel(PreTrainedModel):
         mean_resizing = mean_resizing and len(layer.weight) > 1
         if head is not None:
             output = head.out_layers[-1]
+            linear = nn.Linear(output.weight.shape[1], output.weight.shape[0], device="meta")
+            linear.weight, linear.bias = output.weight, output.bias
             # The head before the embeddings, because transformers resizes these in place.
-            linear = self._get_resized_lm_head(output.to_linear(), tokens, mean_resizing=mean_resizing)
+            linear = self._get_resized_lm_head(linear, tokens, mean_resizing=mean_resizing)
         self._get_resized_embeddings(layer, tokens, mean_resizing=mean_resizing)
         if head is not None:
             head.out_layers[-1] = OutputLayer(linear.weight, linear.bias).requires_grad_(output.weight.requires_grad)
