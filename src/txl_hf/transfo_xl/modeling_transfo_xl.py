@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import Cache
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -913,8 +912,7 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
         loss, losses = None, None
         if labels is not None:
             targets = labels.to(logits.device, torch.long)
-            losses = F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten(), reduction="none")
-            losses = losses.view(labels.shape)
+            losses = pick_losses(wide(logits).log_softmax(-1), targets)
             loss = mean_loss(losses, targets, num_items_in_batch)
         return TransfoXLTokenClassifierOutput(
             loss=loss, logits=logits, losses=losses, **_without_last_state(outputs, use_cache)
