@@ -38,8 +38,7 @@ class TransfoXLConfig(PreTrainedConfig):
 
     Args:
         vocab_size (`int`, defaults to 267735):
-            V, the number of tokens. 0: no tables; the model reads `inputs_embeds` alone, see `input_size`, and fields
-            of tables and tokens have no effect.
+            V, the number of tokens. 0: only `inputs_embeds` are read, and fields of tables and tokens have no effect.
         cutoffs (`list[int]`, defaults to `[20000, 40000, 200000]`):
             Where the bins of the adaptive input and softmax end; the last bin ends at `vocab_size`. Empty: one bin.
         d_model (`int`, defaults to 1024): D, the width of the hidden states; even, for the sinusoids.
@@ -57,9 +56,8 @@ class TransfoXLConfig(PreTrainedConfig):
             of a key at a distance d beyond it is multiplied by (decay_len / d)² before the softmax normalises, and its
             position is that of `decay_len`. Not positive: no decay. For `attn_type=0`.
         same_length (`bool`, defaults to `True`):
-            Every query sees the same number of keys, as many as the memory is long; otherwise all of the memory and of
-            the segment up to itself. `mem_len=0` sets no limit (legacy `transformers` then takes the mean of all keys,
-            future ones too).
+            Every query sees as many keys as the memory is long; otherwise all of the memory and of the segment up to
+            itself. `mem_len=0` sets no limit (legacy `transformers`: the mean of all keys, future ones too).
         proj_share_all_but_first (`bool`, defaults to `True`): Sets `tie_projs` where none is given.
         attn_type (`int`, defaults to 0):
             0: relative sinusoidal (Transformer-XL), 1: relative learned (Shaw et al. in the authors' code, with terms

@@ -108,8 +108,8 @@ def find_resets(
 
 
 def can_look(tensor: Tensor, gpu: bool = False) -> bool:
-    """Whether the host may read numbers of a tensor: outside graphs and `torch.func.vmap`, and without `gpu` on a CPU,
-    because it would wait for a GPU."""
+    """Whether the host may read numbers of a tensor: never in graphs and under `torch.func.vmap`; on a GPU, for which
+    it would wait, with `gpu` alone."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.is_meta:
         return False
     on_host = gpu or tensor.device.type == "cpu"
@@ -135,19 +135,16 @@ def packed_starts(
     cu_seq_lens_k: Tensor | None = None,
     seq_idx: Tensor | None = None,
 ) -> Tensor:
-    """Where documents begin inside the rows of a segment, by keywords of `transformers` and TRL, of which one at least
-    is given. A row's first token is never marked, because the memory decides whether it continues a text.
+    """(B, L) bool, where documents begin inside the rows of a segment, by keywords of `transformers` and TRL, one at
+    least. A row's first token is never marked, because the memory decides whether it continues a text.
 
     Args:
         shape: (B, L). attention_mask: (B, ≥ L), 1 = real. Positions of padding are ignored.
-        position_ids: (L,), (1, L) or (B, L) integers, which count on by one, from any number, and restart at each
-            document, also after padding: at no more than the last real token's.
+        position_ids: (L,), (1, L) or (B, L) integers, which count on by one, from any number. A document begins with
+            a number that is not above that of the real token before it.
         cu_seq_lens_q, cu_seq_lens_k: (n + 1,), where documents begin and end in the only row of the batch: from 0 on,
             to its end or to the padding there.
         seq_idx: (1, L) or (B, L), the number of the document that a token is of.
-
-    Returns:
-        (B, L) bool.
 
     Raises:
         ValueError: an argument has another shape or type, positions leave out numbers, or ends are out of order.

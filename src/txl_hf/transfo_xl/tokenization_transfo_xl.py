@@ -357,15 +357,12 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         return [piece if is_put else added.get(index, piece) for piece, index, is_put in pieces]
 
     def encode_lines(self, lines: Iterable[str], add_eos: bool | None = None) -> np.ndarray:
-        """The ids of many lines, one after the other: the stream a language model is trained on.
+        """The ids of many lines, one after the other, (N,) int64: the stream a language model is trained on.
 
         Args:
             lines (`Iterable[str]`): the lines, with their ends or, in the modes of words, without.
             add_eos (`bool`, *optional*): end each line as a call does, or with `eos_token` (and start it with
                 `bos_token` in mode `"lm1b"`). Defaults to `line_ends` or `add_eos_token` (and `add_bos_token`).
-
-        Returns:
-            `np.ndarray` of int64, one dimension.
 
         Raises:
             ValueError: `lines` is one string, `add_eos` without an `eos_token`, or a symbol the vocabulary lacks while
