@@ -19,8 +19,6 @@ from itertools import groupby
 
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
-__all__ = ["COMMAS", "INNER_STOPS", "moses_decoder", "moses_normalizers", "moses_pre_tokenizer"]
-
 
 def _parse_class(ranges: str) -> str:
     """Hexadecimal characters and ranges `a-b` as the inside of a regex class."""
