@@ -235,7 +235,7 @@ def position_scores(inputs: AttentionInputs) -> Tensor | None:
 
 
 def in_order(by_time: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Scores (…, L, K) of keys in order of time, in the order in which the keys are stored."""
+    """Scores (…, L, K), whose keys are in order of time, for keys in the order in which they are stored."""
     return by_time if inputs.order is None else by_time.index_select(-1, inputs.order)
 
 
