@@ -1,9 +1,9 @@
 """Adaptive input and adaptive softmax over frequency-sorted bins of the vocabulary.
 
-The vocabulary is cut at `cutoffs` into bins; bin i has embeddings of width `d_embed // div_val**i`, projected to the
-width of the model (Baevski and Auli, 2019). With div_val = 1 all bins share one table. In the softmax (Grave et al.,
-2017), bin 0 and one entry for each further bin ("cluster") form the head; the probability of a token in bin i is that
-of its cluster times that within the bin.
+The vocabulary is cut at `cutoffs` into bins; bin i has embeddings of width d_i = `d_embed // div_val**i`, projected to
+D, the width of the model (Baevski and Auli, 2019). With div_val = 1 all bins share one table. In the softmax (Grave et
+al., 2017), bin 0 and one entry for each further bin ("cluster") form the head; the probability of a token in bin i is
+that of its cluster times that within the bin. V is the size of the vocabulary.
 
 Every parameter is read in the forward of the module that owns it, so that offloading and sharding hooks see it.
 """
@@ -60,12 +60,6 @@ class OutputLayer(nn.Module):
     def forward(self, function: Callable, *arguments) -> Any:
         return function(self.weight, self.bias, *arguments)
 
-    def to_linear(self) -> nn.Linear:
-        """The whole table as a linear layer, which `transformers` can resize; the parameters are shared."""
-        linear = nn.Linear(self.weight.shape[1], self.weight.shape[0], device="meta")
-        linear.weight, linear.bias = self.weight, self.bias
-        return linear
-
 
 def _is_projected(config: TransfoXLConfig, width: int) -> bool:
     """Whether a bin of this width has a projection; otherwise it is the identity and has no parameter."""
@@ -103,8 +97,8 @@ class AdaptiveEmbedding(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        """The first table, or the first tied projection where no tables are tied: accelerate keeps modules that share
-        `weight` together."""
+        """The first table or, where projections alone are tied, the first of these, because accelerate puts modules
+        with the same `weight` on one device."""
         tied = _first_tied_projection(self.config)
         projection = 0 if self.config.div_val == 1 else tied
         return self.get_parameter("emb_layers.0.weight" if tied is None else f"emb_projs.{projection}.weight")
@@ -278,8 +272,10 @@ class TransfoXLVocabularyModel(PreTrainedModel):
         mean_resizing = mean_resizing and len(layer.weight) > 1
         if head is not None:
             output = head.out_layers[-1]
+            linear = nn.Linear(output.weight.shape[1], output.weight.shape[0], device="meta")
+            linear.weight, linear.bias = output.weight, output.bias
             # The head before the embeddings, because transformers resizes these in place.
-            linear = self._get_resized_lm_head(output.to_linear(), tokens, mean_resizing=mean_resizing)
+            linear = self._get_resized_lm_head(linear, tokens, mean_resizing=mean_resizing)
         self._get_resized_embeddings(layer, tokens, mean_resizing=mean_resizing)
         if head is not None:
             head.out_layers[-1] = OutputLayer(linear.weight, linear.bias).requires_grad_(output.weight.requires_grad)

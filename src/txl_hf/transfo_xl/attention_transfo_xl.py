@@ -55,8 +55,8 @@ class AttentionInputs(NamedTuple):
         future: how many keys after itself a query sees, as in encoders: the last `future` rows of `rel_key` and
             `rel_bias` belong to the distances -1 … -future. None: no key after itself.
         first_key: (B, L) int, never decreasing: the first key that a query sees, of its document. None: 0.
-        order: (K,) int, with L = 1: the place in time of each key and value, 0 the oldest. Distances, mask and first
-            key are in order of time. None: keys and values are too.
+        order: (K,) int, with L = 1: the place in time, 0 the oldest, of each key and value of a cache that overwrites
+            its oldest. Distances, mask and first key are in order of time. None: keys and values are too.
         hidden: the result of `hidden_keys` for these inputs; None: not computed yet. With `future` any (B or 1, 1, L,
             K) bool; a query that sees nothing takes the mean of all values.
         score_bias: (B or 1, H or 1, L, K), with `future` alone: added to the scores, not scaled.
@@ -179,8 +179,8 @@ def relative_shift(scores: Tensor) -> Tensor:
     """Align scores per distance with keys (Appendix B): another view of the same numbers, without a copy.
 
     Args:
-        scores: (..., L, K + 1); column c belongs to distance K - c. Column 0 is spare: it makes each row of K entries
-            start one entry earlier than the row above it.
+        scores: (..., L, K + 1); column c belongs to distance K - c. Column 0 is spare: rows of K + 1 numbers, read as
+            rows of K, begin one column further left for each query.
 
     Returns:
         (..., L, K) whose entry (i, j) is `scores[..., i, j + L - i]`, the score of distance i + (K - L) - j;
@@ -235,7 +235,7 @@ def position_scores(inputs: AttentionInputs) -> Tensor | None:
 
 
 def in_order(by_time: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Scores (…, L, K) of keys in order of time, in the order in which the keys are stored."""
+    """Scores (…, L, K), whose keys are in order of time, for keys in the order in which they are stored."""
     return by_time if inputs.order is None else by_time.index_select(-1, inputs.order)
 
 
@@ -309,8 +309,8 @@ def hidden_keys(
 
 
 def keep_documents_apart(inputs: AttentionInputs) -> tuple[AttentionInputs, Tensor | None]:
-    """The inputs with zeros for keys and values that are not finite, because 0 times NaN is NaN in later documents;
-    and (B, 1, L, 1) bool, which queries see such a key, so that their output has to be NaN; None: none does."""
+    """The inputs with zeros for keys and values that are not finite, because hidden ones too would make the output of
+    other documents NaN (0 × NaN); and (B, 1, L, 1) bool, which queries see one and get NaN; None: none does."""
     key, value, first_key = inputs.key, inputs.value, inputs.first_key
     assert first_key is not None, "documents begin"
     # A sum as the check, because it reads each number once and writes none.

@@ -293,8 +293,8 @@ def held_keys(cache: Cache, segment_length: int) -> int:
 def clear_hidden(
     cache: Cache, key_mask: Tensor, attention_mask: Tensor | None, segment_length: int, config: TransfoXLConfig
 ) -> Tensor | None:
-    """Zero the keys and values that a call hides from now on, because an overflow passes through a mask (0 × NaN);
-    keys that were hidden before only in a row whose keys are all hidden now, which starts fresh.
+    """Zero the keys and values that a call is the first to hide, because an overflow passes through a mask (0 × NaN);
+    in a row whose keys are all hidden now, which starts fresh, those that were hidden before, too.
 
     Args:
         key_mask: (B, m + L) bool, which keys are real, by the cache and the `attention_mask` of a call.
@@ -303,7 +303,7 @@ def clear_hidden(
         `zeros_in_front` of the mask, with `initial_memory="zeros"`: queries see these keys as zero states.
 
     Raises:
-        ValueError: zero states are needed with `pre_lnorm`, where their keys are not zero and the cache lacks them.
+        ValueError: with `pre_lnorm`, keys of an earlier text would have to become those of zero states, not zeros.
     """
     m, seen, zeros = key_mask.shape[1] - segment_length, text_length(cache), config.initial_memory == "zeros"
     before, hidden, padding = remembered_mask(cache, m), ~key_mask[:, :m], decoding_state_of(cache).padding

@@ -38,8 +38,7 @@ class TransfoXLConfig(PreTrainedConfig):
 
     Args:
         vocab_size (`int`, defaults to 267735):
-            V, the number of tokens. 0: no tables; the model reads `inputs_embeds` alone, see `input_size`, and fields
-            of tables and tokens have no effect.
+            V, the number of tokens. 0: only `inputs_embeds` are read, and fields of tables and tokens have no effect.
         cutoffs (`list[int]`, defaults to `[20000, 40000, 200000]`):
             Where the bins of the adaptive input and softmax end; the last bin ends at `vocab_size`. Empty: one bin.
         d_model (`int`, defaults to 1024): D, the width of the hidden states; even, for the sinusoids.
@@ -57,9 +56,8 @@ class TransfoXLConfig(PreTrainedConfig):
             of a key at a distance d beyond it is multiplied by (decay_len / d)² before the softmax normalises, and its
             position is that of `decay_len`. Not positive: no decay. For `attn_type=0`.
         same_length (`bool`, defaults to `True`):
-            Every query sees the same number of keys, as many as the memory is long; otherwise all of the memory and of
-            the segment up to itself. `mem_len=0` sets no limit (legacy `transformers` then takes the mean of all keys,
-            future ones too).
+            Every query sees as many keys as the memory is long; otherwise all of the memory and of the segment up to
+            itself. `mem_len=0` sets no limit (legacy `transformers`: the mean of all keys, future ones too).
         proj_share_all_but_first (`bool`, defaults to `True`): Sets `tie_projs` where none is given.
         attn_type (`int`, defaults to 0):
             0: relative sinusoidal (Transformer-XL), 1: relative learned (Shaw et al. in the authors' code, with terms
@@ -80,25 +78,21 @@ class TransfoXLConfig(PreTrainedConfig):
         tie_projs (`list[bool]`, *optional*):
             For each bin whether the softmax uses the projection of the embeddings; after a single entry, that of bin
             0, all are `False`. None: `[False] + [proj_share_all_but_first] * len(cutoffs)`, updated with these fields.
-        proj_same_dim (`bool`, defaults to `True`):
-            With `div_val > 1`, project also a bin whose width is `d_model` already.
+        proj_same_dim (`bool`, defaults to `True`): With `div_val > 1`, project bins of width `d_model`, too.
         initial_memory (`str`, defaults to `"zeros"`):
             What precedes the first segment: `"zeros"`, M zero states that are attended to, or `"empty"`, nothing.
         same_length_counts_self (`bool`, defaults to `True`):
             With `same_length`, a query sees M keys, its own among them, or (`False`) M keys besides its own.
-        mlp_output_relu (`bool`, defaults to `False`):
-            A second ReLU, after the feed-forward's output, as in Pop Music Transformer.
+        mlp_output_relu (`bool`, defaults to `False`): A ReLU after the feed-forward, as in Pop Music Transformer.
         ext_len (`int`, defaults to 0):
-            The last positions of a segment that stay out of the memory, because the next segment repeats them. Not
-            applied to `past_key_values`.
+            Last tokens of a segment that the next one repeats, so that `mems` leave them out, but no cache does.
         tgt_len (`int`, defaults to 128): Segment length of training.
         max_klen (`int`, *optional*):
             Rows of the learned positions of `attn_type` 1, where further distances use the furthest row, and 3, where
             no more tokens are read at once; by default `tgt_len + ext_len + mem_len`.
         output_logits (`bool`, defaults to `False`): Return logits beside a loss though the model has cutoffs.
         input_size (`int`, *optional*):
-            With `vocab_size=0`, the width of `inputs_embeds`, which a linear layer projects to `d_model`. None: they
-            are `d_model` wide, and not projected.
+            Width of `inputs_embeds` with `vocab_size=0`, which are projected to `d_model`. None: `d_model`, as it is.
         gating (`str`, *optional*):
             `"gru"`: gates in place of the sums of sub-layers' inputs and outputs, and `pre_lnorm` (GTrXL, see
             `TransfoXLGate`). None: no gates.
@@ -245,8 +239,7 @@ class TransfoXLConfig(PreTrainedConfig):
                 f"sample_softmax={self.sample_softmax}: sampled softmax is not offered; use -1 with cutoffs instead"
             )
         if self.vocab_size > 0:
-            self._validate_token_ids()
-            self._validate_bins()
+            self._validate_vocabulary()
 
     def check_change(self, name: str, value: Any):
         """Raise a ValueError unless the fields fit together with another value of this one, which is not set."""
@@ -271,13 +264,6 @@ class TransfoXLConfig(PreTrainedConfig):
                 f"input_size={self.input_size} is the width of inputs_embeds of a model without tokens, but "
                 f"vocab_size={self.vocab_size}: use vocab_size=0, or input_size=None"
             )
-
-    def _validate_token_ids(self):
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            ids = getattr(self, name)
-            for token in ids if isinstance(ids, list | tuple) else [ids]:
-                if token is not None and not 0 <= token < self.vocab_size:
-                    raise ValueError(f"{name}={ids} must lie in the vocabulary, [0, {self.vocab_size})")
 
     def check_lengths(self, mem_len: int, **lengths: int):
         """Raise a ValueError unless these lengths, the configuration's own or those of one call, fit the model."""
@@ -304,7 +290,12 @@ class TransfoXLConfig(PreTrainedConfig):
                 "own, or use initial_memory='empty'"
             )
 
-    def _validate_bins(self):
+    def _validate_vocabulary(self):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            ids = getattr(self, name)
+            for token in ids if isinstance(ids, list | tuple) else [ids]:
+                if token is not None and not 0 <= token < self.vocab_size:
+                    raise ValueError(f"{name}={ids} must lie in the vocabulary, [0, {self.vocab_size})")
         ends = [0, *self.cutoffs, self.vocab_size]
         if any(start >= end for start, end in zip(ends, ends[1:], strict=False)):
             raise ValueError(

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 # See `packed_starts`; `generate` writes position_ids itself, never the others.
 PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 DOCUMENT_KEYWORDS = ("position_ids", *PACKED_KEYWORDS)
-# Keywords that `capture_outputs` reads, that say where documents begin, and that `transformers` passes to every model
-# and this one ignores, because the memory, the beginnings of documents and causality determine them.
+# Keywords that `capture_outputs` reads, that say where documents begin, and that `transformers` passes to every model:
+# the last are ignored, because the memory, the documents and causality determine them.
 KNOWN = {
     *("output_hidden_states", "output_attentions", *DOCUMENT_KEYWORDS),
     *("cache_position", "max_length_q", "max_length_k", "token_type_ids", "is_causal", "return_dict"),
@@ -56,7 +56,14 @@ def checked_inputs(
     """
     check_inputs(keywords, input_ids=input_ids, inputs_embeds=inputs_embeds, **tensors)
     if input_ids is None and inputs_embeds is not None:
-        return _checked_vectors(config, inputs_embeds)
+        if inputs_embeds.dim() != 3 or inputs_embeds.shape[1] == 0:
+            raise ValueError(f"inputs_embeds are {tuple(inputs_embeds.shape)}, not (B, L, D) with at least one token")
+        name, width = "d_model" if config.input_size is None else "input_size", inputs_embeds.shape[-1]
+        if width != getattr(config, name):
+            raise ValueError(f"inputs_embeds are {width} wide, not {name}={getattr(config, name)}")
+        if not inputs_embeds.is_floating_point():
+            raise ValueError(f"inputs_embeds are {inputs_embeds.dtype}, no floating-point vectors")
+        return inputs_embeds
     if config.vocab_size == 0:
         raise ValueError("input_ids need a vocabulary, and vocab_size=0 means that there is none: give inputs_embeds")
     if input_ids is None or inputs_embeds is not None:
@@ -66,18 +73,6 @@ def checked_inputs(
     if input_ids.dtype not in (torch.long, torch.int):
         raise ValueError(f"input_ids are {input_ids.dtype}, not torch.long or torch.int")
     return input_ids
-
-
-def _checked_vectors(config: Any, vectors: Tensor) -> Tensor:
-    """`inputs_embeds`, (B, L, F), if the model reads such."""
-    if vectors.dim() != 3 or vectors.shape[1] == 0:
-        raise ValueError(f"inputs_embeds are {tuple(vectors.shape)}, not (B, L, D) with at least one token")
-    name = "d_model" if config.input_size is None else "input_size"
-    if vectors.shape[-1] != getattr(config, name):
-        raise ValueError(f"inputs_embeds are {vectors.shape[-1]} wide, not {name}={getattr(config, name)}")
-    if not vectors.is_floating_point():
-        raise ValueError(f"inputs_embeds are {vectors.dtype}, no floating-point vectors")
-    return vectors
 
 
 def find_resets(
@@ -113,8 +108,8 @@ def find_resets(
 
 
 def can_look(tensor: Tensor, gpu: bool = False) -> bool:
-    """Whether the host may read numbers of a tensor: outside graphs and `torch.func.vmap`, and without `gpu` on a CPU,
-    because it would wait for a GPU."""
+    """Whether the host may read numbers of a tensor: never in graphs and under `torch.func.vmap`; on a GPU, for which
+    it would wait, with `gpu` alone."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.is_meta:
         return False
     on_host = gpu or tensor.device.type == "cpu"
@@ -140,19 +135,16 @@ def packed_starts(
     cu_seq_lens_k: Tensor | None = None,
     seq_idx: Tensor | None = None,
 ) -> Tensor:
-    """Where documents begin inside the rows of a segment, by keywords of `transformers` and TRL, of which one at least
-    is given. A row's first token is never marked, because the memory decides whether it continues a text.
+    """(B, L) bool, where documents begin inside the rows of a segment, by keywords of `transformers` and TRL, one at
+    least. A row's first token is never marked, because the memory decides whether it continues a text.
 
     Args:
         shape: (B, L). attention_mask: (B, ≥ L), 1 = real. Positions of padding are ignored.
-        position_ids: (L,), (1, L) or (B, L) integers, which count on by one, from any number, and restart at each
-            document, also after padding: at no more than the last real token's.
+        position_ids: (L,), (1, L) or (B, L) integers, which count on by one, from any number. A document begins with
+            a number that is not above that of the real token before it.
         cu_seq_lens_q, cu_seq_lens_k: (n + 1,), where documents begin and end in the only row of the batch: from 0 on,
             to its end or to the padding there.
         seq_idx: (1, L) or (B, L), the number of the document that a token is of.
-
-    Returns:
-        (B, L) bool.
 
     Raises:
         ValueError: an argument has another shape or type, positions leave out numbers, or ends are out of order.
@@ -280,8 +272,8 @@ def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_leng
 def zeros_in_front(
     attention_mask: Tensor | None, segment_length: int, key_length: int, memory_mask: Tensor | None = None
 ) -> Tensor | None:
-    """(B, K) bool, True for padding in front of a text: keys before the segment with no 1 in the mask up to them. None
-    if the mask is of the segment alone. Keys that are not real by `memory_mask`, (B, m), are excluded."""
+    """(B, K) bool, the zeros with which a row of `attention_mask` begins: padding in front of its text. Keys of the
+    segment, and those that `memory_mask`, (B, m), hides, are left out. None if the mask is of the segment alone."""
     if attention_mask is None or attention_mask.shape[1] <= segment_length:
         return None
     front = F.pad(attention_mask[:, :-segment_length].bool().cumsum(dim=1) == 0, (0, segment_length))[:, -key_length:]
@@ -290,8 +282,8 @@ def zeros_in_front(
 
 
 class OpenPadding(NamedTuple):
-    """Padding in front of texts that zero states precede (`initial_memory="zeros"`): it becomes zero states too, and
-    as many of the oldest keys are hidden in exchange, so that a padded row equals the row alone.
+    """Padding in front of texts, with `initial_memory="zeros"`: it becomes zero states like those of the memory, and
+    as many of the oldest keys are hidden, so that a padded row equals the row alone.
 
     Attributes:
         seen, real: (B, m + L) bool, which keys queries see, and which are real, zero states among them.

@@ -98,7 +98,7 @@ class Memory(NamedTuple):
         length: m.
         key_mask: (B, m + L) bool, which keys are real; None: all.
         begins: whether all texts begin with this segment.
-        front: see `zeros_in_front`; None unless zero states precede a text.
+        front: the result of `zeros_in_front`, with `initial_memory="zeros"` alone.
         is_covered: whether the call's `attention_mask` has a column for each key.
         older_mask: (B, n) bool or None, which keys of a cache before the last m are real, for longer memories.
     """
@@ -121,8 +121,8 @@ class Segment:
         cache: receives the keys and values of the call, or None.
         memory_mask: (B, m) bool, which states of the memory are real; None: all.
         text_mask: (B, m + L) bool, which keys the memory keeps as real; None: all.
-        key_mask: (B, m + L) bool, which keys queries see; None: all. Other than `text_mask` with `padding` alone.
-        padding: padding in front of texts that zero states precede; None: there is none.
+        key_mask: (B, m + L) bool, which keys queries see; None: all. It differs from `text_mask` with `padding` alone.
+        padding: see `OpenPadding`; None without a mask, and with `initial_memory="empty"`.
         first_key: (B, L) int, see `AttentionInputs`.
         implementation, attention: the backend's name and the fields of `AttentionInputs` that all layers share.
     """

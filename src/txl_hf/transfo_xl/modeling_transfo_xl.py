@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import Cache
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -168,7 +167,7 @@ class TransfoXLAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        # -1, the width that the weights have, because a captured step pads them.
+        # -1 for Dh, because CUDA graphs use weights whose heads are padded to a wider Dh.
         self.heads = (config.n_head, -1)
         width = config.n_head * config.d_head
         self.q_proj = nn.Linear(config.d_model, width, bias=False)
@@ -513,9 +512,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 over as many calls as keep it. `past_key_values` never pass gradients.
             cache (in kwargs): `past_key_values` by its name from transformers 5.24 on.
             output_hidden_states, output_attentions (in kwargs): return these too.
-            position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx (in kwargs): where documents begin in a row, each a
-                reset, as collators of `transformers` and TRL write it for packed batches (`packed_starts`). The heads
-                name position_ids and seq_idx, because `Trainer` keeps the columns of a data set that a head names.
+            position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx (in kwargs): resets, as collators write them for packed
+                rows (`packed_starts`). The heads name two, because `Trainer` drops columns that a head does not name.
 
         Raises:
             ValueError: inputs that do not fit the model or each other; the message names them.
@@ -590,8 +588,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         # Distances have the dtype of the products that read them.
         like = states.new_empty(0, states.shape[-1], dtype=working_dtype(states))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # Forwards with gradients are counted, because the step of a fused optimizer that follows one changes
-            # weights without raising the `_version` by which a cache detects that its W_R R is outdated.
+            # A cache's W_R R is outdated after an optimizer's step, which follows a forward with gradients: those are
+            # counted, because fused optimizers change weights without raising their `_version`.
             self._trained += 1
         if segment.cache is None or torch.is_grad_enabled() or draws(self.position_dropout):
             return self.positions.distances(self, segment.key_length, like, segment.lengths.clamp_len), None
@@ -688,8 +686,6 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
     ) -> TransfoXLCausalLMOutput:
         """
         Args:
-            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets,
-                position_ids, seq_idx: see `TransfoXLModel.forward`.
             labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored, and so is padding by
                 `attention_mask`, as a target and as a predicting token. The first token of a document inside a row is
                 a target of the token before it, unless its label is -100.
@@ -697,10 +693,10 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             num_items_in_batch (in kwargs): the divisor of the sum of the losses: the number of labels other than -100
                 in all batches of a step, as `Trainer` counts them. Padding among them counts with this batch's mean.
             logits_to_keep: keep the logits of the last so many positions, or of the positions in a tensor; 0: all.
-            output_logits: whether to return logits beside a loss. By default a model without cutoffs returns them, and
-                one with cutoffs if it is so configured, or in evaluation mode if they take at most 256 MiB. Second
-                derivatives need them.
+            output_logits: whether to return logits beside a loss; second derivatives need them. None: yes without
+                cutoffs, with `config.output_logits`, and in evaluation mode if they take at most 256 MiB.
             logits_top_k (in kwargs): `top_k` of `AdaptiveLogSoftmax.log_prob`.
+            others: see `TransfoXLModel.forward`.
 
         Raises:
             ValueError: a label is neither -100 nor in [0, V), or has another shape; and see `TransfoXLModel.forward`.
@@ -792,15 +788,14 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
     ) -> TransfoXLSequenceClassifierOutput:
         """
         Args:
-            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets,
-                position_ids, seq_idx: see `TransfoXLModel.forward`. The last real token is the last one marked by
-                `attention_mask`, without a mask the last one other than `config.pad_token_id`, which may then pad on
-                the right alone, or else the last one of `inputs_embeds`. A row without any has logits of NaN.
+            attention_mask: the last 1 of a row marks its last real token; without a mask that is the last other than
+                `config.pad_token_id`, which may then pad on the right alone, or the last of `inputs_embeds`.
             labels: (B,) or (B, 1) classes, or `num_labels` numbers for each row, for regression or multi-label
                 classification; by `config.problem_type`, or by their shape where that is None. The class -100, for a
                 row without real tokens, is ignored; the number -100.0 is a label like others.
             num_items_in_batch (in kwargs): the number of labels other than -100 in a whole step, as `Trainer` counts
                 them: the loss is this batch's part of the step's mean, and 0 where all its labels are -100.0.
+            others: see `TransfoXLModel.forward`.
 
         Raises:
             ValueError: a batch of several rows with neither a mask nor a `pad_token_id`, labels of another shape, or
@@ -890,10 +885,9 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
     ) -> TransfoXLTokenClassifierOutput:
         """
         Args:
-            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets,
-                position_ids, seq_idx: see `TransfoXLModel.forward`.
             labels: (B, L), the class of each token, not shifted. -100 is ignored.
             num_items_in_batch (in kwargs): the divisor of the sum of the losses, instead of the number of labels.
+            others: see `TransfoXLModel.forward`.
 
         Raises:
             ValueError: a label is neither -100 nor in [0, num_labels), or has another shape, or there is one class;
@@ -918,8 +912,7 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
         loss, losses = None, None
         if labels is not None:
             targets = labels.to(logits.device, torch.long)
-            losses = F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten(), reduction="none")
-            losses = losses.view(labels.shape)
+            losses = pick_losses(wide(logits).log_softmax(-1), targets)
             loss = mean_loss(losses, targets, num_items_in_batch)
         return TransfoXLTokenClassifierOutput(
             loss=loss, logits=logits, losses=losses, **_without_last_state(outputs, use_cache)

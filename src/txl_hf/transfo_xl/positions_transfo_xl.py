@@ -28,7 +28,7 @@ def sinusoid(positions: Tensor, width: int) -> Tensor:
 
 def sinusoids_of_distances(key_length: int, embeds: Tensor, clamp_len: int) -> Tensor:
     """R for the distances K - 1, …, 0: (K, D), of the type of `embeds` (…, D); beyond `clamp_len` they share a row."""
-    # fp32 at least, because bf16 has no 301.
+    # fp32 at least, because bf16 rounds distances above 256.
     dtype = torch.promote_types(embeds.dtype, torch.float32)
     distances = torch.arange(key_length - 1, -1, -1, device=embeds.device, dtype=dtype)
     if clamp_len > 0:
@@ -50,8 +50,8 @@ def decay_of_distances(key_length: int, config: Any, embeds: Tensor) -> Tensor |
     """The score -2 ln(distance / `decay_len`) of the distances K - 1, …, 0, and 0 up to `decay_len`: (H, K), to be
     scaled as scores are, of the type of `embeds`. None if no distance is beyond `decay_len`.
 
-    KERPLE (Chi et al., 2022, https://arxiv.org/abs/2205.09921) learns such scores from the first distance on. Here
-    those of training are 0, so that no model has to be trained with the decay.
+    KERPLE (Chi et al., 2022, https://arxiv.org/abs/2205.09921) learns such scores from the first distance on. Here the
+    distances of training have 0, so that any trained model can be given the decay.
     """
     if not (_is_symbol() or key_length - 1 > config.decay_len):
         return None
@@ -144,7 +144,7 @@ class RelativeSinusoids(Positions):
         shared = Distances(dropout(sinusoids_of_distances(length, embeds, clamp_len)), rel_bias=decay)
         if config.untie_r:
             return [shared] * config.n_layer
-        # A view for each layer, because their gradients are added at once then.
+        # A view for each layer, so that autograd adds the gradients of all layers in one operation.
         biases = (bias.expand(config.n_layer, -1, -1).unbind() for bias in (model.content_bias, model.position_bias))
         return [shared._replace(content_bias=u, position_bias=v) for u, v in zip(*biases, strict=True)]
 

@@ -76,8 +76,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         mode (`str`, *optional*): one of the table's. Defaults to that of a `tokenizer_file` or `tokenizer_object`,
             else to `"moses"`. Of `"whitespace"` and `"lm1b"`, which split alike, a given tokenizer has the second if
             it puts a token on both sides of a text.
-        lower_case (`bool`, *optional*): lower-case the text (special tokens excepted). Defaults to what a
-            `tokenizer_file` or `tokenizer_object` does, else to `False`.
+        lower_case (`bool`, *optional*): lower-case all but special tokens. Defaults like `mode`, else to `False`.
         unk_token (`str`, *optional*, defaults to `"<unk>"`): stands for symbols that the vocabulary lacks. The default
             becomes `"<UNK>"` if the vocabulary has that instead, else none; without one, unknown text is an error.
         eos_token (`str`, *optional*, defaults to `"<eos>"`): end of a line; none where the vocabulary lacks the
@@ -202,7 +201,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
 
     @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs) -> dict:
-        """The arguments of `__init__`, which reads every format of file, from those that were saved, legacy ones too.
+        """The arguments of `__init__` for a saved tokenizer's, legacy ones too.
 
         Raises:
             ValueError: the legacy tokenizer's rules were those of another language than English.
@@ -230,8 +229,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             mode, lower_case, kwargs: as for the class.
 
         Raises:
-            ValueError: a symbol occurs twice, is no string or no byte's number, a special token other than the
-                defaults is not among them, or a keyword is misspelt.
+            ValueError: a symbol occurs twice, or is no string or no byte's number; a special token other than the
+                defaults is none of them; or a keyword is misspelt.
         """
         _check_keywords(cls.from_symbols, kwargs)
         return cls(vocab=list(symbols), mode=mode, lower_case=lower_case, **kwargs)
@@ -247,18 +246,15 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         vocab_size: int | None = None,
         **kwargs,
     ) -> "TransfoXLTokenizer":
-        """A tokenizer with the symbols of a text, the most frequent first, ties in the order of first occurrence.
-
-        The ids start with `eos_token` and the other special tokens that the text lacks; one that it contains (`<unk>`
-        in PTB and WikiText) is placed by its frequency. This is the originals' order.
+        """A tokenizer with the symbols of a text in the originals' order: `eos_token` and the special tokens that the
+        text lacks, then its symbols (in PTB also `<unk>`), the most frequent first, ties by first occurrence.
 
         Args:
-            lines (`Iterable[str | list[str]]`): the text, line by line or in batches of lines. Line ends count in
-                the modes `"characters"` and `"bytes"` and do not matter in the others.
+            lines (`Iterable[str | list[str]]`): the text, line by line or in batches of lines. Line ends are symbols
+                in the modes `"characters"` and `"bytes"` alone.
             mode, lower_case: as for the class.
             min_freq (`int`, defaults to 0): leave out symbols that occur less often.
-            max_size (`int`, *optional*): keep at most this many symbols of the text, among them special tokens that
-                occur in it.
+            max_size (`int`, *optional*): most symbols of the text, special tokens in it included.
             vocab_size (`int`, *optional*): the vocabulary's largest size, special tokens included.
             kwargs: as for the class. `unk_token` and `eos_token` default to `<unk>` and `<eos>` (`<UNK>` and `<S>` in
                 mode `"lm1b"`, none in the modes `"characters"` and `"bytes"`).
@@ -325,9 +321,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         return _line_end(self._tokenizer) is not None
 
     def _decode(self, token_ids: int | list[int], skip_special_tokens: bool = False, **kwargs) -> str:
-        """As in `transformers`, but where special tokens are skipped, the token that a call reads for a line feed is
-        written as one, unless texts are padded with it.
-        """
+        """As in `transformers`, except that with `skip_special_tokens` the token of a line feed is written as a line
+        feed, unless texts are padded with it."""
         line_end = _line_end(self._tokenizer)
         if not skip_special_tokens or line_end in (None, self.pad_token):
             return super()._decode(token_ids, skip_special_tokens, **kwargs)
@@ -348,9 +343,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         return [BYTE_SYMBOLS.get(symbol, symbol) for symbol in ordered] if self.mode == "bytes" else ordered
 
     def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False, **kwargs) -> list[str]:
-        """The symbols of a text as they are written, known to the vocabulary or not; arguments are those of a call.
-        Raises a ValueError where `text` is no string.
-        """
+        """The symbols of a text as they are written, in the vocabulary or not; arguments as in a call. Raises a
+        ValueError where `text` is no string."""
         if not isinstance(text, str):
             raise ValueError(f"text is a {type(text).__name__}, not a string: tokenize one text at a time")
         speller = copy(self)
@@ -363,15 +357,12 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         return [piece if is_put else added.get(index, piece) for piece, index, is_put in pieces]
 
     def encode_lines(self, lines: Iterable[str], add_eos: bool | None = None) -> np.ndarray:
-        """The ids of many lines, one after the other: the stream a language model is trained on.
+        """The ids of many lines, one after the other, (N,) int64: the stream a language model is trained on.
 
         Args:
             lines (`Iterable[str]`): the lines, with their ends or, in the modes of words, without.
             add_eos (`bool`, *optional*): end each line as a call does, or with `eos_token` (and start it with
                 `bos_token` in mode `"lm1b"`). Defaults to `line_ends` or `add_eos_token` (and `add_bos_token`).
-
-        Returns:
-            `np.ndarray` of int64, one dimension.
 
         Raises:
             ValueError: `lines` is one string, `add_eos` without an `eos_token`, or a symbol the vocabulary lacks while
@@ -414,9 +405,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
                 raise ValueError(f"{path} is no text in UTF-8: {error}") from None
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
-        """Writes the symbols as `vocab.txt`, one a line in the order of the ids. Raises a ValueError for a symbol of
-        white space, which such a file cannot hold.
-        """
+        """Write the symbols to `vocab.txt`, one a line in the order of the ids. Raises a ValueError for a symbol with
+        white space."""
         if blank := [symbol for symbol in self.symbols if symbol.split() != [symbol]]:
             raise ValueError(f"vocab.txt cannot hold the symbol {blank[0]!r}; save_pretrained writes tokenizer.json")
         name = (filename_prefix + "-" if filename_prefix else "") + self.vocab_files_names["vocab_file"]
@@ -464,7 +454,7 @@ def _check_keywords(call: Callable, keywords: Iterable[str]) -> None:
 
 
 def _specials(eos_token, unk_token, kwargs: dict, symbols: list[str] | None) -> list[str]:
-    """The special tokens of a new tokenizer; `symbols` have the named ones, unless they are None: of a legacy file."""
+    """The special tokens of a new tokenizer, which have to be `symbols`; None: those of a legacy file."""
     named = [eos_token, unk_token]
     if symbols is not None:
         # Those of a legacy vocabulary may be outside of it, and were words to its detokeniser.
@@ -495,9 +485,8 @@ def _check_added(backend: Tokenizer, added: dict[int, AddedToken]) -> None:
 
 
 def _steps_of(backend: Tokenizer, mode: str | None, lower_case: bool | None, source) -> tuple[str, bool]:
-    """The mode and case of a given tokenizer, by its steps. Raises a ValueError, which names its `source`, where a
-    mode or case that was asked for differs.
-    """
+    """The mode and case of a given tokenizer, by its steps. Raises a ValueError, which names its `source`, where the
+    steps are of no mode, or differ from the `mode` or `lower_case` that was asked for."""
     modes = modes_of(backend)
     is_marked = all(_added_around(backend)) and _line_end(backend) is None
     found = "lm1b" if is_marked and "lm1b" in modes else next(iter(modes), mode)
@@ -551,13 +540,9 @@ def _set_line_ends(
     if line_ends and mode in LINE_END_MODES and not known:
         given = None if eos_token is None else str(eos_token)
         raise ValueError(f"line_ends=True needs an eos_token among the symbols, which eos_token={given!r} is not")
-    set_steps(
-        backend,
-        mode,
-        lower_case,
-        [*specials, *([line_end] if line_ends and line_end not in specials else [])],
-        line_end,
-    )
+    if line_end is not None and line_end not in specials:
+        specials = [*specials, line_end]
+    set_steps(backend, mode, lower_case, specials, line_end)
 
 
 def _added_around(backend: Tokenizer) -> tuple[bool, bool]:
@@ -575,9 +560,7 @@ def _extra_tokens(kwargs: dict) -> list:
 
 
 def _defaults(unk_token, eos_token, mode: str, vocabulary) -> tuple:
-    """The special tokens `unk_token` and `eos_token`. Default names that the vocabulary lacks become another name that
-    it has, or None, so that no token is added to it.
-    """
+    """`unk_token` and `eos_token`; where the vocabulary lacks a default name, another name that it has, or None."""
 
     def default(token, names: tuple[str, ...]):
         if token is None or str(token) in vocabulary or str(token) != names[0]:

@@ -24,9 +24,8 @@ HALVES = re.compile("[\ud800-\udfff]")
 
 
 def check_symbols(symbols: list, source: str) -> list[str]:
-    """The symbols of a vocabulary. Raises a ValueError, which names their `source`, where there are none, or one is no
-    string of whole characters, or occurs twice.
-    """
+    """The symbols of a vocabulary. Raises a ValueError, which names their `source`, unless each is a string of
+    whole characters and occurs once, and there is one at least."""
     if not symbols:
         raise ValueError(f"{source}: the vocabulary is empty.")
     for symbol in symbols:
@@ -41,9 +40,8 @@ def check_symbols(symbols: list, source: str) -> list[str]:
 
 
 def read_vocab_text(path: str | PathLike) -> list[str]:
-    """The symbols of a legacy `vocab.txt`: the first word of each line; one that occurs twice keeps its first id, as
-    there. Raises a ValueError for a file that is no UTF-8 text or has no symbols.
-    """
+    """The symbols of a legacy `vocab.txt`: the first word of each line, its first occurrence alone. Raises a
+    ValueError for a file that is no UTF-8 text or has no symbols."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -57,9 +55,8 @@ VOCABULARY_READERS: dict[str, Callable[[str | PathLike], list[str]]] = {"text": 
 
 
 def read_vocabulary(pickle_file: str | PathLike | None, text_file: str | PathLike | None) -> list[str]:
-    """The symbols of the one of two legacy files that is given. Raises a ValueError where neither is, or the file
-    cannot be read, as a pickle without the package.
-    """
+    """The symbols of the legacy file that is given. Raises a ValueError where none is, or for a file that cannot be
+    read, as a pickle cannot without the package."""
     kind, path = ("text", text_file) if pickle_file is None else ("pickle", pickle_file)
     if path is None:
         raise ValueError(
@@ -81,11 +78,8 @@ def check_mode(mode: str) -> None:
 
 
 def open_lines(path: str | PathLike, mode: str | None, opener: Callable = open) -> TextIOBase:
-    """A UTF-8 text file, opened to be read line by line as a mode needs it (None: another kind of tokenizer).
-
-    A byte-order mark at the beginning is skipped, and a carriage return ends a line like a line feed. Mode `"bytes"`
-    keeps all bytes, and line feeds alone end lines. `opener` has the arguments of `open`, as `gzip.open` has.
-    """
+    """A UTF-8 text file, opened by `opener` (`open`, `gzip.open`), for a mode or (None) another kind of tokenizer: a
+    byte-order mark is skipped, and a carriage return ends a line, too, except in mode `"bytes"`, which keeps both."""
     return opener(path, "rt", encoding="utf-8" if mode == "bytes" else "utf-8-sig", newline=_newline(mode))
 
 
@@ -137,10 +131,8 @@ def build_backend(
 
 
 def as_written(token: str | AddedToken, mode: str) -> AddedToken:
-    """An added token that in mode `"moses"`, whose rules change text and tokens, matches a text as it is written.
-
-    The library would normalise the token as a text of its own, `co.` to `co .`, but within a text `co.` stays.
-    """
+    """An added token that matches a text as it is written in mode `"moses"`, too, whose rules would change the token
+    (`co.` to `co .`), but not the same word in a text (`co. is`)."""
     token = AddedToken(token) if isinstance(token, str) else token
     return AddedToken(**token.__getstate__() | {"normalized": False}) if mode == "moses" else token
 

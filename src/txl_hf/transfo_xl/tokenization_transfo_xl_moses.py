@@ -19,8 +19,6 @@ from itertools import groupby
 
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
-__all__ = ["COMMAS", "INNER_STOPS", "moses_decoder", "moses_normalizers", "moses_pre_tokenizer"]
-
 
 def _parse_class(ranges: str) -> str:
     """Hexadecimal characters and ranges `a-b` as the inside of a regex class."""
@@ -147,11 +145,10 @@ _NUMBERS = [
 def moses_normalizers(specials: list, line_end: str | None) -> list:
     """The steps that set a space between the symbols of a text.
 
-    `specials` stay whole in other letters too (`<UNK>`); none are given where the text is lower-cased. A line feed
-    becomes the symbol `line_end`, each line a text of its own; None: a space.
-    """
+    `specials` stay whole in any case (`<UNK>`); none are given where the text is lower-cased. A line feed becomes the
+    symbol `line_end`, each line a text of its own; None: a space."""
     names = _protected_names(specials)
-    # To the rules, a special token in other letters is a word: its brackets count as letter and digit.
+    # The rules see a special token in any case as a word: its brackets are written as a letter and a digit.
     opened = [(f"<(?=(?i:{names})>)", _OPEN), (f"{_OPEN}(?i:{names})\\K>", _CLOSE)]
     closed = [(_OPEN, "<"), (_CLOSE, ">")]
     words = [*opened, *_JOINERS, *_ELLIPSES, *COMMAS, *_APOSTROPHES, *_FULL_STOPS, *closed, *_NUMBERS]
@@ -174,11 +171,8 @@ def _protected_names(specials: list) -> str:
 
 
 def moses_pre_tokenizer(specials: list, lower_case: bool):
-    """The step that splits a text whose spaces are set into symbols.
-
-    Special tokens stay whole in any capitalisation; with `lower_case` they are words of their own. Any other character
-    that is neither of a word, nor of a joiner, nor white space is a symbol.
-    """
+    """The step that splits a text whose spaces are set into symbols: words, joiners (`@-@`) and single signs. Special
+    tokens stay whole in any case, with `lower_case` as words of their own."""
     protected = f"<(?i:{_protected_names(specials)})>"
     word = f"{protected}|[{_WORD}]+" if lower_case else f"(?:[{_WORD}]|{protected})+"
     return pre_tokenizers.Split(Regex(rf"@[-,.]@|{word}|[^{_WORD}\s]"), behavior="removed", invert=True)
@@ -197,9 +191,8 @@ _CLEAN_UP = [(" (?=[.?!,])", ""), (" ' ", "'"), (" (?=n't|'(?:m|s|ve|re))", "")]
 
 
 def moses_decoder(symbols: list[str], outside: list[str]):
-    """The steps that make prose of symbols. Each of the vocabulary's quotes of several characters pairs with its own
-    kind; `outside` are special and added tokens outside the vocabulary.
-    """
+    """The steps that make prose of symbols. A quote of several characters among them pairs with its own kind;
+    `outside`: special and added tokens outside the vocabulary."""
     # The text is ` word word … word `. A token from outside the vocabulary stands between borders: the legacy
     # tokenizer detokenised the stretches between such tokens one by one.
     steps: list[decoders.Decoder] = [decoders.Replace(Regex(r"\A"), " ")]
