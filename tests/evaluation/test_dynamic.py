@@ -205,10 +205,13 @@ def test_statistics_of_another_model_or_of_other_parameters(make_model, make_ids
 
 
 @pytest.mark.parametrize(
-    ("dtype", "atol"), [pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow), (torch.float64, 1e-6)], ids=str
+    ("dtype", "atol", "last_bits"),
+    [pytest.param(torch.float32, 1e-5, 1e-6, marks=pytest.mark.slow), (torch.float64, 1e-6, 0.0)],
+    ids=str,
 )
-def test_rate_0_is_a_static_evaluation(make_model, make_ids, dtype, atol):
-    """Bit for bit one that remembers states too; a static evaluation remembers them projected."""
+def test_rate_0_is_a_static_evaluation(make_model, make_ids, dtype, atol, last_bits):
+    """Computed in fp64, bit for bit one that remembers states too (fp32 rounds one loss otherwise on an AMD EPYC); a
+    static evaluation remembers them projected."""
     model, ids = make_model().to(dtype), make_ids(1, 90)[0]
     mems, losses = None, []
     for start in range(0, 44, 7):
@@ -219,7 +222,7 @@ def test_rate_0_is_a_static_evaluation(make_model, make_ids, dtype, atol):
     static = token_losses(model, ids, 7, batch_size=2)
     for dynamic in (DynamicEvaluation(0.0), DynamicEvaluation(0.0, decay=0.5, statistics=ids[:40])):
         found = token_losses(model, ids, 7, batch_size=2, dynamic=dynamic)
-        assert torch.equal(found, torch.cat(losses, dim=1).flatten())
+        torch.testing.assert_close(found, torch.cat(losses, dim=1).flatten(), rtol=0, atol=last_bits)
         torch.testing.assert_close(found, static, rtol=0, atol=atol)
         result = evaluate_language_model(model, ids, 7, batch_size=2, dynamic=dynamic)
         assert result.nll == pytest.approx(static.double().mean().item(), abs=1e-6)
