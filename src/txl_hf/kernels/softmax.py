@@ -175,24 +175,18 @@ def _tasks(table: _Table, ends: list[int]) -> Iterator[_Task]:
         yield task._replace(hidden_states=task.pick(states), targets=task.pick(columns), clusters=of_cluster)
 
 
-def _read_ends(ends: Tensor, targets: Tensor, vocab_size: int) -> list[int]:
-    """`TargetsByBin.ends` as numbers. Raises a ValueError if a target is neither -100 nor a token."""
-    counts = ends.tolist()
-    if counts[0] > 0 or counts[2] > counts[1] or counts[-1] < len(targets):
-        check_labels(targets.cpu(), vocab_size)
-    return counts
-
-
 def _compute_losses(table: _Table, vocab_size: int, keeps: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """See `losses_of_bins`."""
-    targets = table.targets
+    targets, ends = table.targets, table.ends.tolist()
+    if ends[0] > 0 or ends[2] > ends[1] or ends[-1] < len(targets):
+        check_labels(targets.cpu(), vocab_size)
     wide = wide_dtype(table.hidden_states[0])
     losses: Tensor | None = None
     # For each bin, of each token's softmax so far: the log of the denominator, and the target's logit.
     statistics = targets.new_full((2, len(table.bins), len(targets)), -torch.inf, dtype=wide)
     kept: list[Tensor] = []
     with torch.autocast(table.weight.device.type, enabled=False):
-        for task in _tasks(table, _read_ends(table.ends, targets, vocab_size)):
+        for task in _tasks(table, ends):
             of_task = statistics[:, len(kept), : len(task.targets)]
             whole, kept_of_task = keeps and _may_be_kept(task), task.hidden_states.new_empty(0)
             for columns, logits, column_bias in _blocks(table.weight, table.bias, task, whole=whole):
