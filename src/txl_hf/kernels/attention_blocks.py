@@ -1,10 +1,8 @@
-"""Relative attention in both directions, a block of queries at a time, so that memory grows linearly with the length,
-not quadratically.
+"""Relative attention in both directions, a block of queries at a time, so that memory grows linearly with the length.
 
-A block of r queries has n keys in its window and n + r - 1 distances. Eager attention computes it with these rows of
-`rel_key`; (b) + (d) of all queries at once would be (B, H, L, K + L - 1). With a gradient, the backward pass computes
-each block again, so that no probabilities are kept. All operations are PyTorch's own, so blocks run on every device
-and in every dtype, compiled or not.
+A block is eager attention with the rows of `rel_key` for its distances, n + r - 1 of them for r queries and n keys;
+(b) + (d) of all queries at once would be (B, H, L, K + L - 1). With a gradient, the backward pass computes each block
+again, so that no probabilities are kept. Blocks run on every device and in every dtype, compiled or not.
 """
 
 import functools
@@ -21,7 +19,7 @@ BLOCK_SCORES, BLOCK_QUERIES = 1 << 22, 64
 
 
 def blockwise_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
-    """Attention with `future`, block by block; with a gradient, several blocks are each computed twice."""
+    """Attention with `future`, block by block."""
     (B, H, L, _), K = inputs.query.shape, inputs.key.shape[2]
     inputs = attention_triton.of_every_distance(inputs, spare=1)
     rows = max(BLOCK_QUERIES, BLOCK_SCORES // (B * H * K))
@@ -32,8 +30,7 @@ def blockwise_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]
         replay = functools.partial(checkpoint, _attended, use_reentrant=False, preserve_rng_state=inputs.dropout > 0)
         return torch.cat([replay(inputs, queries) for queries in blocks], dim=2), None
     first = _attended(inputs, blocks[0])
-    # One result in the layout of the output projection, because results allocated between blocks would keep malloc
-    # from reusing the scores' memory.
+    # In the output projection's layout; one allocation, so that malloc can reuse the memory of each block's scores.
     attended = first.new_empty(B, L, H, first.shape[-1]).transpose(1, 2)
     attended[:, :, blocks[0]] = first
     for queries in blocks[1:]:

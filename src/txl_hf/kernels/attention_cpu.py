@@ -1,8 +1,7 @@
 """Relative attention on CPU, one tile of scores at a time, because a tile fits the processor's cache.
 
-A tile has some heads and some queries of one row of the batch, and the keys up to the last of these queries. The shift
-is a view of the scores by distance. The backward pass writes the gradient of the scores once, into a buffer with two
-views, the shifted and the unshifted tile.
+The shift is a view of the scores by distance. The backward pass writes the gradient of the scores once, into a buffer
+with two views, the shifted and the unshifted tile.
 """
 
 import math
@@ -23,14 +22,11 @@ from ..transfo_xl.attention_transfo_xl import (
 )
 from .operators import add_products, draw_and_drop, is_by_intel, is_plain, products, products_are_single, scale_of
 
-# Sizes of a tile of several heads. With more queries, more of its keys are hidden; with fewer queries or scores,
-# waking the other threads takes longer than the operations. With more scores, malloc returns the memory to the system
-# each time, because it keeps at most 32 MB at once.
+# A tile of several heads. More queries hide more keys; fewer queries or scores take less time than waking the threads;
+# more scores exceed the 32 MB that malloc keeps, so that it returns the memory to the system each time.
 TILE_QUERIES, TILE_SCORES = 256, 1 << 21
 # Scores of a head from which oneDNN multiplies one head at a time; with fewer, the set-up takes most of the time.
 SINGLE_SCORES = 1 << 18
-
-
 # Scores of a head from which tiles are used, because fewer are faster all at once.
 LARGE = 1 << 14
 # Numbers in a row's keys from which, for a single query, plain products are faster than the fused attention: they take
@@ -91,10 +87,10 @@ def _why_not_tiles(inputs: AttentionInputs) -> str | None:
 
 
 def _tiles_pay(inputs: AttentionInputs) -> bool:
-    """Whether tiles are faster for so many scores of this dtype than PyTorch's attention or eager.
+    """Whether tiles are faster than other attention.
 
-    In bf16 a product takes less time than a pass over the scores, so without a gradient the fused attention is faster
-    than tiles, and with a gradient eager attention is, on AMD's CPUs.
+    In bf16, where a product takes less time than a pass over the scores, the fused attention is faster without a
+    gradient, and eager attention with one on AMD's CPUs.
     """
     query = inputs.query
     if not query.is_cpu or query.shape[2] * inputs.key.shape[2] < LARGE:
@@ -104,11 +100,8 @@ def _tiles_pay(inputs: AttentionInputs) -> bool:
 
 
 def _is_long_row(inputs: AttentionInputs) -> bool:
-    """Whether each row has one query for many keys, on a CPU not made by Intel.
-
-    False in a graph, because the check would bind it to the number of keys. Each row's keys count by themselves,
-    because in bf16 a text's results must not depend on the other rows.
-    """
+    """Whether each row has one query for many keys, on a CPU not made by Intel; False in a graph, which would be bound
+    to the number of keys. A row's keys count alone, because in bf16 its results must not depend on other rows."""
     query, key = inputs.query, inputs.key
     if not query.is_cpu or query.shape[2] > 1 or query.dtype not in MANY:
         return False
@@ -267,10 +260,10 @@ class _TileByTile(torch.autograd.Function):
 
 
 def _scores_and_by_distance(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Two views, (n, L, K) each, of one buffer: scores by key, and the same by distance (`_shifted`).
+    """Two views, (n, L, K) each, of one buffer with a spare column: scores by key, and by distance (`_shifted`).
 
-    The buffer has a spare column. Entries by distance that are no key of their row are hidden later keys of the row
-    above, where all gradients are 0, or precede the first row and are set to 0 here.
+    Entries by distance that are no key of their row are hidden later keys of the row above, whose gradients are 0, or
+    precede the first row and are set to 0 here.
     """
     n, L, K = like.shape
     buffer = like.new_empty(n, L * (K + 1))

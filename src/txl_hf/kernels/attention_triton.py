@@ -17,25 +17,22 @@ further, so its `low` is this one's `high`: one new product a tile, three in all
 **Backward.** The gradient of a tile's scores is shifted back by a gather too, where scattering would need atomics. Row
 i uses the end of `low` and the beginning of `high`, BLOCK_N columns together, so one tile holds both in place: row i
 of [gradient, gradient] from column BLOCK_N - BLOCK_M + 1 + i on. The part of `high` is kept for the next block of
-keys, which has the other part of its rows. One kernel loops as the forward does and computes the gradients of queries,
-rel_key and the biases; the other loops over the queries for a block of keys and computes the gradients of keys and
-values. Every batch row and block of queries adds to the gradients of rel_key and the biases: atomically, or, with
-PyTorch's deterministic algorithms, in a fixed order into a few partial sums.
+keys, which has the other part of its rows. One kernel loops as the forward does, for the gradients of queries, rel_key
+and the biases; the other loops over the queries for a block of keys and its values. All programs add to the gradients
+of rel_key and the biases: atomically, or, with PyTorch's deterministic algorithms, in a fixed order into partial sums.
 
 Registers are the limit. Gathers within a warp (shuffles) need an index and two layout conversions for every entry;
 through shared memory, as in `_pieces`, the addresses are constants. The backward kernels compute `low` again instead
 of keeping it from tile to tile.
 
 **Dropout.** A kernel of its own draws, before the forward pass, a bit for each score, which all three kernels read.
-These bits, L · K / 8 bytes a head, are all that is stored for every pair of query and key. Drawn in the tiles from a
-seed, they would be drawn again by each kernel, in registers that its products need: half as many instructions more for
-the same tile, and spills (counted in docs/performance-notes.md).
+Drawn in the tiles from a seed, the bits would be drawn again by each kernel, in registers that its products need: half
+as many instructions more for the same tile, and spills (counted in docs/performance-notes.md).
 
 **Masks.** Every tile compares positions (the reason is at `_hide`); scores are scaled in the same instruction that
-subtracts the row's maximum. The exponential is the hardware's, of base two. Where documents begin in a row,
-`first_key` never decreases along the row, so a block of queries reads keys from the beginning of its first query's
-document on, a block of keys reads queries up to the last whose document begins no later than these keys, and all other
-tiles are skipped.
+subtracts the row's maximum. The exponential is the hardware's, of base two. `first_key` never decreases along a row:
+a block of queries reads keys from the beginning of its first query's document on, a block of keys reads queries up to
+the last whose document begins no later.
 
 **Both directions.** With `future` rel_key has R = K + `future` rows, entry (i, j) needs the same row as without, and
 keys up to j = i + (K - L) + `future` are seen. A mask of queries and keys (`hidden`) is packed into a bit for each
@@ -92,8 +89,8 @@ def of_every_distance(inputs: AttentionInputs, spare: int = 0) -> AttentionInput
 
 
 def is_default(query: Tensor) -> bool:
-    """Whether `"auto"` prefers these kernels for a query (B, H, L, Dh) that they can take: on NVIDIA's GPUs, in half
-    precision, because others have not been timed. False under torch.func, which cannot map over their operators."""
+    """Whether `"auto"` prefers these kernels for a query (B, H, L, Dh): on NVIDIA's GPUs, in half precision, because
+    others have not been timed. False under torch.func, which cannot map over their operators."""
     if not query.is_cuda or torch.version.hip is not None:
         return False
     is_half = working_dtype(query) in (torch.float16, torch.bfloat16)
@@ -143,10 +140,8 @@ def _try_driver() -> str | None:
 
 
 def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
-    """Relative attention without L × K numbers.
-
-    Dropout draws one seed from PyTorch's generator of the device, so that `torch.manual_seed` repeats it, and from the
-    seed a bit for each score: L · K / 8 bytes for each batch row and head, stored for the backward pass.
+    """Relative attention without L × K numbers. Dropout draws one seed from PyTorch's generator of the device, so that
+    `torch.manual_seed` repeats it, and stores a bit for each score: L · K / 8 bytes for each batch row and head.
 
     Raises:
         ValueError: the tensors are not supported, for the reason that `why_not_triton` gives; `scaling` is not
@@ -218,8 +213,7 @@ if triton is not None:
     def _load_rows(pointer, rows, row_count, stride, D: tl.constexpr, WIDTH: tl.constexpr):
         """(len(rows), WIDTH): rows clamped to 0 … row_count - 1, zero in columns from D on.
 
-        No query sees a row outside, so a clamped row need only be finite. A mask of rows would take longer than the
-        products can hide.
+        No query sees a row outside, so it need only be finite; a mask would take longer than the products can hide.
         """
         columns = tl.arange(0, WIDTH)
         rows = tl.minimum(tl.maximum(rows, 0), row_count - 1)
@@ -288,8 +282,7 @@ if triton is not None:
 
     @triton.jit
     def _key_range(i0, first_key, batch, L, K, window, future, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-        """Start, a multiple of BLOCK_N, and end of the keys that a block of queries sees, with the last query's
-        future."""
+        """Start, a multiple of BLOCK_N, and end of the keys that a block of queries sees."""
         start = 0
         if window is not None:
             start = tl.maximum(i0 + (K - L) - window, 0) // BLOCK_N * BLOCK_N
@@ -777,10 +770,7 @@ if triton is not None:
         BLOCK_N: tl.constexpr,
         PRECISION: tl.constexpr,
     ):
-        """A block of keys of one batch row and head: gradients of keys and values.
-
-        `low` and `high` are both computed for each block of queries, because their scores by distance differ.
-        """
+        """A block of keys of one batch row and head: gradients of keys and values."""
         blocks = tl.cdiv(K, BLOCK_N)
         j0 = tl.program_id(0) % blocks * BLOCK_N
         pair = tl.program_id(0) // blocks
@@ -853,15 +843,15 @@ if triton is not None:
     # ---------------------------------------------------------------------------------------------- launching
 
     # Queries (no more than keys: the shift has two blocks of distances) and keys of a tile, warps, stages, for heads
-    # up to 64 and up to 128 wide: the fastest on an H200, the former for the recipes of NVIDIA, the latter for the
-    # large model of enwik8. `benchmarks/attention_kernel.py --sweep` times others.
+    # up to 64 and up to 128 wide: the fastest on an H200 for the recipes of NVIDIA and for the large model of enwik8.
+    # `benchmarks/attention_kernel.py --sweep` times others.
     _TILES = {
         "forward": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3)},
         "backward_query": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2)},
         "backward_key": {64: (64, 64, 4, 2), 128: (32, 32, 4, 2)},
     }
-    # For GPUs before Hopper, and after the first Blackwell, whose products have operands in registers, and a program,
-    # except on the A100, no more than 99 KiB: compiled for sm_80 and sm_86.
+    # For GPUs before Hopper and after the first Blackwell: operands of products are in registers, and a program has
+    # 99 KiB of shared memory, except on the A100. Compiled for sm_80 and sm_86.
     _REGISTER_TILES = {
         "forward": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2)},
         "backward_query": {64: (32, 32, 4, 2), 128: (32, 32, 8, 2)},
@@ -968,7 +958,8 @@ if triton is not None:
             for gradient in empty
         )
 
-    # A namespace for each copy of this file (`make kernel` makes one), because one process may import several.
+    # Custom operators, so that torch.compile does not trace them. A namespace for each copy of this file (`make
+    # kernel` makes one), because one process may import several.
     _NAMESPACE = __name__.partition(".")[0]
     _SCHEMA = (
         "Tensor query, Tensor key, Tensor value, Tensor? rel_key, Tensor? content_bias, Tensor? position_bias, "
@@ -983,10 +974,7 @@ if triton is not None:
         " -> Tensor",
     )
     def dropout_bits_op(seed, first_key, shape, window, future, dropout):
-        """A bit for each probability of `shape` (B, H, L, K): 1 where it survives dropout.
-
-        Bits of keys that a query does not see have any value.
-        """
+        """A bit for each probability of `shape` (B, H, L, K): 1 where it survives dropout, any for unseen keys."""
         B, H, L, K = shape
         kept = _empty_bits(seed, shape)
         # As a signed number of 32 bits. Where p = 1, which has no threshold, `keep_scale` is 0.
@@ -1023,10 +1011,7 @@ if triton is not None:
         f"{_NAMESPACE}::relative_attention", mutates_args=(), schema=f"({_SCHEMA}, Tensor? order) -> (Tensor, Tensor)"
     )
     def relative_attention_op(*inputs):
-        """The attended values, and log2 of the softmax's denominators (B, H, L) for the backward pass.
-
-        A custom operator, so that torch.compile does not trace it.
-        """
+        """The attended values, and log2 of the softmax's denominators (B, H, L) for the backward pass."""
         *inputs, order = inputs
         query = inputs[0]
         B, H, L, _ = query.shape

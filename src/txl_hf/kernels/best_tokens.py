@@ -29,9 +29,9 @@ PRUNING_MARGIN = 1e-3
 def loop_options(processors: LogitsProcessorList, config: GenerationConfig, kwargs: dict[str, Any]) -> dict[str, int]:
     """The argument `logits_top_k` for a loop of `generate`, or none where any token may matter.
 
-    A temperature and a normalisation keep the order of the tokens. A minimum length removes the end tokens, so that as
-    many more are needed. After a top-k no other token matters. All tokens are needed with any other processor, where
-    scores are returned, and with `synced_gpus`, whose processes gather the same sharded parameters.
+    A temperature and a normalisation keep the order of the tokens; a minimum length removes the end tokens, so that as
+    many more are needed. Any other processor, returned scores, and `synced_gpus`, whose processes gather the same
+    sharded parameters, need all tokens.
     """
     if config.output_scores or config.output_logits or kwargs.get("synced_gpus"):
         return {}
@@ -58,8 +58,8 @@ def log_prob(softmax: AdaptiveLogSoftmax, hidden_states: Tensor, top_k: int) -> 
     """`AdaptiveLogSoftmax.log_prob`, (..., V) fp32, where the `top_k` best tokens of each row have to be exact.
 
     No token is more probable than its cluster, so a cluster less probable than the k-th best token so far contains
-    none of the best: its bin is not computed, and its probability is spread evenly over its tokens. The probabilities
-    still sum to 1, and the k best tokens and their probabilities are those of the whole softmax.
+    none of the best: its bin is not computed, and its probability is spread evenly over its tokens, so that the
+    probabilities still sum to 1.
     """
     is_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if not softmax.config.cutoffs or is_graph or hidden_states.device.type != "cpu":

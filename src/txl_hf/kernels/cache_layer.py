@@ -26,11 +26,8 @@ def _view_of_buffer(name: str) -> property:
 
 
 class MemoryCacheLayer(DynamicSlidingWindowLayer):
-    """A sliding layer that does not copy its M keys for every token.
-
-    The keys are stored in a buffer with room for M more after them, so that a token is written once; when the room is
-    used up, the last M are copied to the front of a new buffer. Everything except `update` is the sliding layer's.
-    """
+    """A sliding layer whose keys are in a buffer with room for M more after them; when the room is used up, the last M
+    are copied to the front of a new buffer."""
 
     keys, values = _view_of_buffer("_keys"), _view_of_buffer("_values")
     _buffers: list[Tensor]

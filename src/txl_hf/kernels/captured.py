@@ -1,8 +1,7 @@
 """One CUDA graph for all segments of a text, once the memory is full.
 
-A GPU computes a short segment in less time than Python launches its hundreds of kernels. When all segments have one
-length and the memory is full, the kernels are the same each time, on the same tensors except the ids, so that one
-captured graph launches them together.
+A GPU computes a short segment in less time than Python launches its hundreds of kernels. Segments of one length with a
+full memory have the same kernels on the same tensors, except the ids: one captured graph launches them together.
 
 Letters: B batch, L segment, M the memory's length, K = M + L keys, D = `d_model`, H heads, Dh head width.
 """
@@ -49,8 +48,7 @@ class FixedMemoryLayer(DynamicSlidingWindowLayer):
         self.cumulative_length = layer.cumulative_length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append (B, H, L, Dh) keys and values to those of the memory; return all, (B, H, K, Dh), and store the last
-        M."""
+        """Append (B, H, L, Dh) keys and values; return all, (B, H, K, Dh), and store the last M."""
         self.cumulative_length += key_states.shape[2]
         found = []
         for kept, states in ((self.keys, key_states), (self.values, value_states)):
@@ -60,11 +58,7 @@ class FixedMemoryLayer(DynamicSlidingWindowLayer):
 
 
 def why_not_captured(transformer: TransfoXLModel, ids: Tensor) -> str | None:
-    """The reason why a graph cannot replace a call of the model without its head; None if it can.
-
-    Args:
-        ids: (B, L), a segment.
-    """
+    """The reason why a graph cannot replace a call of the model without its head with ids (B, L); None if it can."""
     if ids.device.type not in RECORDERS:
         return f"there are no graphs on {ids.device.type}"
     if ids.numel() > MOST_TOKENS:
@@ -170,8 +164,7 @@ class SegmentsAlike:
 def capture(step: Step, device: torch.device, instead: str) -> Step | None:
     """The graph of a step; None, after a warning that says what is done `instead`, where none can be captured.
 
-    Autocast's cache is off meanwhile, so that the graph casts the weights itself, because other threads share and
-    clear the cached casts.
+    Autocast's cache is off, so that the graph casts the weights itself: other threads share and clear cached casts.
     """
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -193,11 +186,8 @@ def _is_full(cache: MemoryCache, length: int) -> bool:
 
 
 class _UndrawnGraph(torch.cuda.CUDAGraph):
-    """A graph without random numbers, during whose capture other threads may draw.
-
-    A capture begins by binding the device's generator, which all threads share, to the graph: another thread that
-    draws at that moment gets an error, or the same numbers again.
-    """
+    """A graph without random numbers, during whose capture other threads may draw. Other captures bind the generator,
+    which all threads share, to the graph: a thread that draws then gets an error, or the same numbers again."""
 
     def capture_begin(self, *args, **kwargs):
         # A clone of the state, because the graph keeps the generator state that it finds.

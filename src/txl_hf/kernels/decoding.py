@@ -1,9 +1,8 @@
 """`generate` by one CUDA graph a token, from the token's embedding to the choice of the next.
 
 A GPU computes a token in a fraction of the time in which Python launches its hundreds of kernels. With a static cache
-these kernels are the same for every token, on the same tensors: captured after two tokens, they are launched together,
-and the host checks every `LOOK_EVERY` tokens whether all texts have ended. The loop is that of `generate` for greedy
-search and sampling: it chooses the same tokens, and draws the same random numbers.
+these are the same for every token, on the same tensors, so that one graph launches them. The loop is that of
+`generate` for greedy search and sampling: it chooses the same tokens, and draws the same random numbers.
 
 Letters: B batch, V vocabulary, M = `mem_len`.
 """

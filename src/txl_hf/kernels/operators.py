@@ -1,14 +1,12 @@
-"""Faster operators of the model: matrix products on CPU by oneDNN where MKL is slow, projections that compute no
-gradient for the memory, and dropout that draws for four elements by one random number.
+"""Faster operators of the model: products on CPU by oneDNN, projections without a gradient for the memory, dropout.
 
-PyTorch multiplies fp32 matrices on x86 with MKL. On CPUs not made by Intel, MKL does not use AVX-512, and oneDNN,
-which PyTorch contains too, is faster, for one row as for a thousand: by a third on an AMD that splits operations of
-512 bits in two (Zen 4), twice as fast on later ones. Small products stay with MKL, because oneDNN takes longer to
-start. On Intel's CPUs MKL is as fast, and reorders no matrix first. In bf16 PyTorch uses oneDNN itself, except that a
-single row has a faster form here.
+PyTorch multiplies fp32 matrices on x86 with MKL, which uses AVX-512 on Intel's CPUs alone. On others oneDNN, which
+PyTorch contains too, is faster, for one row as for a thousand: by a third on an AMD that splits operations of 512 bits
+in two (Zen 4), twice as fast on later ones. In bf16 PyTorch uses oneDNN itself; a single row has a faster form here.
 
-PyTorch's dropout on CPU draws a random number for each element, one after the other, which can take a fifth of a
-training step; this one takes a third of that."""
+PyTorch's dropout on CPU draws a random number for each element, which can take a fifth of a training step; drawing one
+for four elements takes a third of that.
+"""
 
 import functools
 import math
@@ -27,8 +25,8 @@ from torch.nn.modules import module as all_modules
 from ..transfo_xl.attention_transfo_xl import OPERATORS, working_dtype
 
 FEW_ROWS = 128
-# Up to so many numbers in a matrix, and multiplications below so many in a product, MKL is used, because it ends
-# before oneDNN has started (10 µs against one or two). A larger matrix may have to be read from memory first.
+# Up to so many numbers in a matrix, and below so many multiplications, MKL is used: it ends before oneDNN, which takes
+# 10 µs, has started. A larger matrix may have to be read from memory first.
 SMALL_MATRIX = 1 << 16
 FEW_MULTIPLICATIONS = 1 << 20
 # Values of a dropout draw, which has 16 bits: a probability is exact to 2**-16.
@@ -72,8 +70,7 @@ def bf16_is_faster() -> bool:
 
 
 def reads_columns_sooner(row: Tensor) -> bool:
-    """Whether a row, (…, 1, k), times a matrix in memory, (…, k, n), takes less time where the matrix is row-major
-    than where it is column-major.
+    """Whether a row, (…, 1, k), times a matrix, (…, k, n), takes less time where the matrix is row-major.
 
     True for MKL on Intel's CPUs in fp32: a quarter of the time for 8 matrices of 64 × 2,049. With a column-major
     matrix, a @ b takes half the time of bᵀ @ aᵀ there.
@@ -82,16 +79,13 @@ def reads_columns_sooner(row: Tensor) -> bool:
 
 
 def _onednn_takes(*tensors: Tensor) -> bool:
-    """Whether oneDNN computes a product of these fp32 tensors: see `_may_take`, on a CPU where it is faster."""
-    # Under torch.compile `is_plain` is False, so that a graph never traces the later checks.
+    """Whether oneDNN computes a product of these fp32 tensors."""
+    # `is_plain` first, because under torch.compile it is False, so that a graph never traces the other checks.
     return is_plain(*tensors) and _onednn_is_faster() and _may_take(torch.float32, *tensors)
 
 
 def _may_take(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Whether oneDNN may compute with these: on a CPU, of this type and not empty, outside autocast.
-
-    `torch.backends.mkldnn.flags(enabled=False)` turns oneDNN off.
-    """
+    """Whether oneDNN, which `torch.backends.mkldnn.flags` may turn off, computes with tensors of this dtype."""
     if not torch.backends.mkldnn.enabled or torch.is_autocast_enabled("cpu"):
         return False
     return all(tensor.is_cpu and tensor.dtype == dtype and tensor.numel() > 0 for tensor in tensors)
@@ -123,8 +117,7 @@ def _onednn_takes_row(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
 
 
 def _onednn_row(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """a·bᵀ + bias of one row, as b·aᵀ, which takes two thirds of the time, because oneDNN reorders the second operand
-    alone."""
+    """a·bᵀ + bias of one row, as b·aᵀ: two thirds of the time, because oneDNN reorders the second operand alone."""
     row = a.reshape(1, -1)
     if bias is None:
         column = torch.ops.mkldnn._linear_pointwise.default(b, row, None, "none", [], "")
@@ -134,7 +127,7 @@ def _onednn_row(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _DifferentiableProduct(torch.autograd.Function):
-    """`product` by oneDNN; its gradients are products again, so that it can be differentiated any number of times."""
+    """`product` by oneDNN, differentiable any number of times."""
 
     generate_vmap_rule = True
 
@@ -217,10 +210,8 @@ def _is_single(a: Tensor, b: Tensor) -> bool:
 
 
 def rounded(states: Tensor) -> tuple[Tensor, Tensor]:
-    """The states, (…), for sums and norms, and one cast of them to the dtype of products, if they have another.
-
-    One cast, because under autocast each product would cast the states again, and widen its gradient before the sum.
-    """
+    """The states, (…), for sums and norms, and one cast of them to the dtype of products, because under autocast each
+    product would cast them again, and widen its gradient before the sum."""
     dtype = working_dtype(states)
     if dtype != states.dtype and torch.is_grad_enabled() and states.requires_grad and is_plain(states):
         return _Rounded.apply(states, dtype)
@@ -228,7 +219,7 @@ def rounded(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Rounded(torch.autograd.Function):
-    """See `rounded`: the gradient of the cast states is widened within the sum, not before it."""
+    """The gradient of the cast states is widened within the sum of both, not before it."""
 
     @staticmethod
     def forward(ctx, states, dtype):
@@ -245,9 +236,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def linear(layer: nn.Module, states: Tensor) -> Tensor:
-    """`layer(states)`, by `product` where the layer is an unmodified `nn.Linear`.
-
-    A layer that has been replaced (quantised, adapted), hooked or given another forward (offloaded) is called.
+    """`layer(states)`, by `product` unless the layer is replaced (quantised, adapted), hooked or offloaded.
 
     Args:
         layer: a linear layer, (…, k) → (…, n). states: (…, k).
@@ -262,10 +251,7 @@ def linear(layer: nn.Module, states: Tensor) -> Tensor:
 
 def linear_after(memory: Tensor | None, states: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     """`linear` of [memory, states] by two layers, or of the states by any number of layers, which on a GPU is one
-    product, because that saves launches.
-
-    No gradient is computed for the rows of a memory that needs none, also under torch.compile. Under autocast memory
-    and states are joined in its dtype.
+    product, because that saves launches. No gradient is computed for the rows of a memory that needs none.
 
     Args:
         memory: (B, m, k) or None. states: (B, L, k). layers: two linear layers, (…, k) → (…, n).
@@ -353,10 +339,8 @@ class _ProjectionAfterMemory(torch.autograd.Function):
 
 
 class _ProjectionInAGraph(torch.autograd.Function):
-    """`_ProjectionAfterMemory` for torch.compile, which differentiates once and removes unused results.
-
-    Joined before the projections, because joining keys and values after them, and splitting gradients, copies.
-    """
+    """`_ProjectionAfterMemory` for torch.compile, which differentiates once. Joined before the projections, because a
+    join of keys and values after them copies, as does splitting their gradients."""
 
     @staticmethod
     def forward(ctx, memory, segment, first, second):
@@ -397,9 +381,8 @@ def is_wrapped(layer: nn.Module) -> bool:
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, (…, L, n) of (…, L, k) and (…, k, n).
 
-    With one row, reading b takes the time. In a graph the product is a sum, so that the compiler fuses it with what
-    follows. On a CPU a column-major b (keys) is multiplied as bᵀ @ aᵀ, which takes a fifth less time, in bf16 half of
-    it, unless `reads_columns_sooner`.
+    One row is a sum in a graph, so that the compiler fuses it with what follows. On a CPU a column-major b (keys) is
+    multiplied as bᵀ @ aᵀ, which takes a fifth less time, in bf16 half of it, unless `reads_columns_sooner`.
     """
     if a.shape[-2] > 1:
         return a @ b
@@ -425,11 +408,8 @@ def dropout(module: nn.Module, states: Tensor) -> Tensor:
 
 
 def relu_dropout(module: nn.Module, states: Tensor) -> Tensor:
-    """`module(states.relu())`, for states (…) of any shape.
-
-    In training PyTorch would save the result of the ReLU and the dropout mask. Here the result alone is saved, because
-    it is 0 exactly where the gradient is 0.
-    """
+    """`module(states.relu())`, for states (…) of any shape. Training saves the result alone, because it is 0 exactly
+    where the gradient is 0; PyTorch would save the result of the ReLU and the dropout mask."""
     # Without a gradient too, because checkpointing runs forward first without one, and must draw the same.
     if module.training and _drops(module) and is_plain(states):
         return _ReluAndDrop.apply(states, module.p)

@@ -1,8 +1,8 @@
 """Losses of the adaptive softmax over many logits, block by block, with a backward pass of their own.
 
-The tokens are sorted by bin, which takes one transfer to the host for all bins. At most a block of logits is in memory
-at a time; the backward pass computes a block again, unless its logits were few enough to be kept. Both passes are
-custom operators, so that torch.compile's graph does not break at shapes that depend on the number of tokens in a bin.
+The tokens are sorted by bin, which takes one transfer to the host. A block of logits is in memory at a time; the
+backward pass computes it again, unless its logits were few enough to be kept. Both passes are custom operators, so
+that torch.compile's graph does not break at shapes that depend on the number of tokens in a bin.
 """
 
 from collections.abc import Iterator
@@ -26,9 +26,8 @@ from .softmax_triton import (
     write_gradient,
 )
 
-# Logits of a bin (128 MB) up to which they are kept for the backward pass, which on CPU makes it 18 % faster than
-# computing them again. More logits, or logits without a gradient, are computed in blocks of 16 MB, which a cache may
-# hold, of MIN_BLOCK_WIDTH words at least, because products of fewer are slow.
+# Logits of a bin (128 MB) up to which they are kept for the backward pass, which is 18 % faster on CPU. Others are
+# computed in blocks of 16 MB, which a cache may hold, of MIN_BLOCK_WIDTH words at least: products of fewer are slow.
 MAX_KEPT_LOGITS = 2**25
 BLOCK_LOGITS, MIN_BLOCK_WIDTH = 2**22, 1024
 # Logits (1 MB) whose rows go through all elementwise steps before the next rows, so that the steps read a cache.
@@ -74,8 +73,7 @@ def sort_targets(softmax: AdaptiveLogSoftmax, targets: Tensor) -> TargetsByBin:
 
 
 def nll(softmax: AdaptiveLogSoftmax, hidden_states: Tensor, targets: Tensor, by_bin: TargetsByBin | None) -> Tensor:
-    """`AdaptiveLogSoftmax.nll`, block by block. Differentiable once; with `create_graph=True` the backward pass raises
-    a RuntimeError.
+    """`AdaptiveLogSoftmax.nll`, block by block; with `create_graph=True` the backward pass raises a RuntimeError.
 
     Args:
         softmax: has the parameters. hidden_states: (N, D). targets: (N,). by_bin: `sort_targets(targets)`, or None.
@@ -115,8 +113,7 @@ def nll(softmax: AdaptiveLogSoftmax, hidden_states: Tensor, targets: Tensor, by_
 
 
 def _bin_losses(weight: Tensor, bias: Tensor, *inputs: Any) -> Tensor:
-    """Summands of the targets' losses from the bins of a table, (N,) fp32: `losses_of_bins` of the table and `inputs`,
-    as a function that a layer of the softmax calls with its table."""
+    """The losses of `losses_of_bins`, (N,) fp32, as a function that a layer of the softmax calls with its table."""
     # Nothing is kept in a graph, because the number of kept logits depends on the data.
     keeps = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not weight.is_meta
     return losses_of_bins(weight, bias, *inputs, keeps)[0]
@@ -150,7 +147,7 @@ class _Task(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """A table, its bins and their tokens: the first arguments of both operators. See `losses_of_bins`."""
+    """The first arguments of `losses_of_bins` and `gradients_of_bins`."""
 
     weight: Tensor
     bias: Tensor
@@ -178,24 +175,18 @@ def _tasks(table: _Table, ends: list[int]) -> Iterator[_Task]:
         yield task._replace(hidden_states=task.pick(states), targets=task.pick(columns), clusters=of_cluster)
 
 
-def _read_ends(ends: Tensor, targets: Tensor, vocab_size: int) -> list[int]:
-    """`TargetsByBin.ends` as numbers; a ValueError is raised if a target is neither -100 nor a token."""
-    counts = ends.tolist()
-    if counts[0] > 0 or counts[2] > counts[1] or counts[-1] < len(targets):
-        check_labels(targets.cpu(), vocab_size)
-    return counts
-
-
 def _compute_losses(table: _Table, vocab_size: int, keeps: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """See `losses_of_bins`."""
-    targets = table.targets
+    targets, ends = table.targets, table.ends.tolist()
+    if ends[0] > 0 or ends[2] > ends[1] or ends[-1] < len(targets):
+        check_labels(targets.cpu(), vocab_size)
     wide = wide_dtype(table.hidden_states[0])
     losses: Tensor | None = None
     # For each bin, of each token's softmax so far: the log of the denominator, and the target's logit.
     statistics = targets.new_full((2, len(table.bins), len(targets)), -torch.inf, dtype=wide)
     kept: list[Tensor] = []
     with torch.autocast(table.weight.device.type, enabled=False):
-        for task in _tasks(table, _read_ends(table.ends, targets, vocab_size)):
+        for task in _tasks(table, ends):
             of_task = statistics[:, len(kept), : len(task.targets)]
             whole, kept_of_task = keeps and _may_be_kept(task), task.hidden_states.new_empty(0)
             for columns, logits, column_bias in _blocks(table.weight, table.bias, task, whole=whole):
@@ -280,11 +271,8 @@ def _element_size(task: _Task) -> int:
 def _blocks(
     weight: Tensor, bias: Tensor, task: _Task, kept: Tensor | None = None, whole: bool = False
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """For each block its columns, counted from `start`, its (n, width) logits, and the bias that the kernels add.
-
-    Bias None: the logits contain it. The clusters are the last block, in fp32. The caller may write into a block that
-    is not `kept`.
-    """
+    """For each block its columns, counted from `start`, its (n, width) logits, and the bias that the kernels add, None
+    if the logits contain it. The clusters are the last block, in fp32. Callers may write into blocks but `kept`."""
     hidden, (start, end) = task.hidden_states, (task.block.start, task.block.stop)
     rows, size, fused = len(hidden), end - start, fuses(hidden)
     if kept is not None:
@@ -368,8 +356,7 @@ def losses_of_bins(*inputs):
     """Cross-entropies of several bins of one table, without their logits.
 
     Blocks of columns (tokens of the vocabulary) are computed one after the other, so that the table is read, and its
-    gradient written, once. One operator computes all bins of a table, because a slice for each bin would sum gradients
-    as large as the table.
+    gradient written, once for all bins: a slice for each bin would sum gradients as large as the table.
 
     Args:
         weight, bias: the table, (n, d) and (n,).

@@ -1,8 +1,8 @@
 """Two Triton kernels for the cross-entropy of a block of logits: statistics of its softmax, and its gradient.
 
-PyTorch's operators read and write the logits, tokens × words of a bin, eight times each way, in fp32. Here the forward
-pass reads them once, in the product's dtype; the backward pass reads them once and writes the gradient once, in place
-if the caller passes the logits as output. Both kernels add the bias, in fp32, and the second sums its gradient.
+PyTorch's operators read and write the logits eight times each way, in fp32. Here each pass reads them once, in the
+product's dtype, and the backward pass writes the gradient once, in place if the caller passes the logits as output.
+Both kernels add the bias, in fp32, and the second sums its gradient.
 """
 
 import torch
@@ -17,8 +17,7 @@ try:
 except ImportError:
     triton = None
 
-# Products on a GPU are padded to a multiple of so many words, because an H200 multiplies 19,997 by kernels of an older
-# GPU, which took four times as long as with 20,000.
+# A multiple of so many words, to which products on a GPU are padded: 19,997 take an H200 four times as long as 20,000.
 WORDS_AT_A_TIME = 16
 # Partial sums of the gradient of the bias, at most: as many programs share the rows of a block.
 ROW_CHUNKS = 32
@@ -43,10 +42,8 @@ def padded_rows(table: Tensor) -> Tensor:
 
 
 def padded_product(hidden_states: Tensor, table: Tensor, rows: slice) -> Tensor:
-    """(n, d) · (w, d)ᵀ of some rows of a table, (n, w), as a view of rows padded with any values to that multiple.
-
-    The table's next rows are the padding, because zeros would need a copy.
-    """
+    """(n, d) · (w, d)ᵀ of some rows of a table, (n, w), as a view of rows that are padded with products of the table's
+    next rows, because zeros would need a copy."""
     count = rows.stop - rows.start
     padded = table[rows.start : rows.stop + _padding(count)].to(hidden_states.dtype)
     return (hidden_states @ padded_rows(padded).T)[:, :count]

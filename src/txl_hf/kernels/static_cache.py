@@ -1,7 +1,6 @@
-"""A cache whose tensors stay at their addresses, as a graph needs it: the newest key overwrites the oldest (`Ring`).
-Attention rearranges the scores of distances to the order of the slots (`AttentionInputs.order`).
-
-A model without this package uses transformers' `StaticCache`, which copies all keys for every token.
+"""A cache whose tensors stay at their addresses, as a graph needs it: the newest key overwrites the oldest (`Ring`),
+where transformers' `StaticCache` copies all keys for every token. Attention rearranges the scores of distances to the
+order of the slots (`AttentionInputs.order`).
 
 Letters: B batch, L segment, M = `mem_len` memory at most, S = M + 1 slots, H heads, Dh = `d_head`.
 """
@@ -27,8 +26,8 @@ class Ring:
         is_turning: whether tokens are written one by one, into the slot `newest`, since the slots were in order.
         newest: (1,) int, the slot of the newest key; after a call of several tokens the last slot, so that the slots
             are in order of time.
-        turned: how many tokens have been written one by one. The count is on the device, because a GPU's graph would
-            be captured again for every value of a number on the host.
+        turned: how many tokens have been written one by one; counted on the device, because a graph would be captured
+            again for every value of a number on the host.
     """
 
     newest: Tensor
@@ -159,11 +158,10 @@ class RingLayer(StaticLayer):
 
 
 class StaticMemoryCache(ProjectedMemory, StaticCache):
-    """A cache whose tensors never move nor change their shapes, so that one graph serves every token: see `Ring`.
+    """The cache of `generate(cache_implementation="static")`: one graph serves every token.
 
-    It starts full, with masked states where there is no memory. `generate(cache_implementation="static")` takes it.
-    Masked keys stay masked, except those that an `attention_mask` of all keys hides in a compiled call: give that mask
-    to each compiled call.
+    It starts full, with masked states where there is no memory. Masked keys stay masked, except those that an
+    `attention_mask` of all keys hides in a compiled call: give that mask to each compiled call.
     """
 
     def __init__(self, config: TransfoXLConfig, mem_len: int | None = None):

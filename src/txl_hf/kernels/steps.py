@@ -1,9 +1,9 @@
 """The forward and the backward pass of a training step, launched together where a GPU would wait for Python.
 
-A GPU computes a step of a thousand tokens several times faster than Python launches the thousands of kernels for it.
-Steps of the same shapes launch the same kernels, on the same weights: captured in two CUDA graphs, these are launched
-by two calls. The conditions of `torch.cuda.make_graphed_callables` on weights, shapes and memory hold here too; it is
-not used, because it stops other threads, such as those that read ahead, and fails on weights trained before.
+A GPU computes a step of a thousand tokens several times faster than Python launches its thousands of kernels. Steps of
+the same shapes launch the same kernels on the same weights: two CUDA graphs launch them by two calls, on the
+conditions of `torch.cuda.make_graphed_callables`, which is not used, because it stops other threads, such as those
+that read ahead, and fails on weights trained before.
 """
 
 import functools
@@ -34,9 +34,8 @@ Memory = dict[str, Any]
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
-    """Compile each layer of a Transformer-XL in place; parameters keep their names. All layers are alike, so that one
-    graph serves them, in a fraction of the time that the whole model takes, whose graph repeats them.
-    """
+    """Compile each layer of a Transformer-XL in place; parameters keep their names. One graph serves all layers, in a
+    fraction of the time that the whole model takes, whose graph repeats them."""
     transformer: Any = getattr(model, "transformer", model)
     for layer in transformer.layers:
         layer.compile(backend=backend)
@@ -79,9 +78,7 @@ class Forward(nn.Module):
 
 
 class CapturedSteps:
-    """A `Forward` on a GPU that repeats shapes it has seen before as two CUDA graphs, with the same results.
-
-    Random numbers are the same as without graphs.
+    """A `Forward` that repeats shapes it has seen before as two CUDA graphs, with the same results and random numbers.
 
     Attributes:
         graphs: a `CapturedStep` for the shapes and types of its inputs.
@@ -145,9 +142,8 @@ class CapturedSteps:
 
 
 def has_room(device: torch.device) -> bool:
-    """Whether the activations of a step fit twice beside weights and all else that stays, because kernels that are
-    launched one by one cannot use the memory that graphs keep for their activations.
-    """
+    """Whether the activations of a step fit twice beside all that stays, because kernels that are launched one by one
+    cannot use the memory that graphs keep for their activations."""
     if device.type != "cuda":
         return True
     allocated = torch.cuda.memory_allocated(device)

@@ -1,9 +1,8 @@
 """The weights that the products of a captured step read, cast and padded together.
 
 Under autocast each product casts its weight, and the gradient is cast back: 18 kernels a layer. Where the width of
-heads is no multiple of 16, attention pads its inputs: 12 kernels more. Here weights without padding are cast by one
-call; the others are stacked by kind over all layers, and each stack is cast and padded by two kernels. The gradients
-of each kind are stacked and cast back.
+heads is no multiple of 16, attention pads its inputs: 12 kernels more. Here one call casts the weights without
+padding, and two kernels cast and pad the others of a kind, stacked over all layers; gradients are stacked too.
 
 Letters: n weights of a kind, D = `d_model`, H heads, Dh head width, W = Dh rounded up to a multiple of 16.
 """
