@@ -42,14 +42,14 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (20_905, 17_500),
+    "lines installed": (20_763, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
-    "lines of the Hub set": (5_254, 5_200),
+    "lines of the Hub set": (5_194, 5_200),
     "functions of a forward": (58, 60),
     "modules of a forward": (8, 8),
-    "lines of a forward": (926, 1_000),
-    "lines of the longest module": (943, 1_050),
+    "lines of a forward": (919, 1_000),
+    "lines of the longest module": (936, 1_050),
     "lines of the longest function": (60, 60),
     "private methods of others overridden": (14, 15),
     "assignments into other libraries": (0, 0),
