@@ -117,11 +117,14 @@ class StoredTensor:
         if numel > self.storage.numel or self.offset + span > self.storage.numel:
             raise UnsafePickleError(f"a tensor of shape {list(self.shape)} does not fit its storage")
         file, width = self.storage.file, self.dtype.itemsize
+        begin, content = file.place(self.storage) + self.offset * width, file.map()
+        if len(content) < begin + span * width:
+            raise UnsafePickleError(f"{file.path.name} is cut off")
         array: np.ndarray = np.ndarray(
             self.shape,
             f"<u{width}",
-            buffer=file.map(),
-            offset=file.place(self.storage) + self.offset * width,
+            buffer=content,
+            offset=begin,
             strides=[step * width for step in self.stride],
         )
         return torch.from_numpy(array.copy(order="C")).view(self.dtype)

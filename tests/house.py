@@ -42,10 +42,10 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (20_763, 17_500),
+    "lines installed": (20_821, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
-    "lines of the Hub set": (5_194, 5_200),
+    "lines of the Hub set": (5_196, 5_200),
     "functions of a forward": (58, 60),
     "modules of a forward": (8, 8),
     "lines of a forward": (919, 1_000),

@@ -488,6 +488,14 @@ def test_train_new_from_iterator_keeps_how_texts_begin(mode, begins):
         assert (each.bos_token_id in each("x y")["input_ids"]) == begins
 
 
+def test_train_new_from_iterator_takes_what_is_to_be_another():
+    new = small("whitespace").train_new_from_iterator(
+        ["Ab-c"], mode="moses", lower_case=True, eos_token="<end>", min_freq=1, show_progress=False
+    )
+    assert (new.mode, new.lower_case, new.eos_token) == ("moses", True, "<end>")
+    assert new.tokenize("AB-C") == ["ab", "@-@", "c"]
+
+
 def test_train_new_from_iterator_keeps_named_and_added_specials(tmp_path):
     named = {"image_token": "<img>", "sound_token": "<snd>"}
     tokenizer = small("whitespace", extra_special_tokens=named, mask_token="<mask>")

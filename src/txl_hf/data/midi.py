@@ -63,7 +63,8 @@ class Piece(NamedTuple):
 
 
 def make_midi_tokenizer(tokens: str) -> "MusicTokenizer":
-    """MidiTok's REMI, or its compound words, for any pitches, instruments, keys, metres and tempos, and 12 beats."""
+    """MidiTok's REMI, or its compound words, for any pitches, instruments, keys, metres and tempos. Longer notes are
+    shortened to 12 beats."""
     import miditok
 
     config = miditok.TokenizerConfig(
@@ -351,8 +352,9 @@ def cut_pieces(pieces: list[Piece]) -> dict[str, list[Piece]]:
 
 
 def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "Score | None":
-    """A copy with notes, except drums, and key signatures moved; None if a pitch would be outside of the tokenizer's
-    `pitch_range` (both ends included), because MidiTok would leave out the note; never None with 0 semitones."""
+    """A copy with notes, except drums, and key signatures (without any, C major) moved; None if a pitch would be
+    outside of the tokenizer's `pitch_range` (both ends included), because MidiTok would leave out the note; never None
+    with 0 semitones."""
     import symusic
 
     low, high = pitch_range

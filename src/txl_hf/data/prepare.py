@@ -465,3 +465,7 @@ def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> Transfo
     if strange := re.sub("[a-z_]", "", symbols):
         raise ValueError(f"text8 is small letters and spaces, but this text has {strange[0]!r}")
     return TransfoXLTokenizer.from_symbols(symbols, mode="characters")
+
+
+if __name__ == "__main__":
+    main()

@@ -355,13 +355,9 @@ def open_tokens(token_ids) -> Any:
     # With indices, as after `shuffle`, or a custom format, the dataset's rows are not those of its table.
     plain = getattr(source, "_indices", True) is None and getattr(source, "_format_type", None) != "custom"
     if name is not None and table is not None and plain:
-        token_ids = ArrowTokens(table, name)
+        token_ids = ArrowTokens(table.column(name), token_ids)
     elif hasattr(token_ids, "num_chunks"):
-        # Imported here, because `datasets` is in the extra `train`.
-        import pyarrow as pa
-        from datasets.table import InMemoryTable
-
-        token_ids = ArrowTokens(InMemoryTable(pa.table({"token_ids": token_ids})), "token_ids")
+        token_ids = ArrowTokens(token_ids, token_ids)
     if len(token_ids) == 0:
         raise ValueError("the text is empty: token_ids holds no token")
     read_tokens(token_ids, 0, len(token_ids) if isinstance(token_ids, list | tuple) else 1)
@@ -369,32 +365,48 @@ def open_tokens(token_ids) -> Any:
 
 
 class ArrowTokens:
-    """The integers of a column of a `datasets` table, which is pickled by its path if it is on a disk.
+    """The integers of a `pyarrow.ChunkedArray`, read from memory or from a disk without a copy of all.
 
-    A slice is found among the chunks by `fast_slice`: pyarrow and `Dataset` compare it with all of them, which are as
-    many as the writer had batches, a million in a text of a billion tokens.
+    A slice is found among the chunks by bisection, because `Dataset` compares it with all of them, which are as many
+    as the writer had batches: a million in a text of a billion tokens.
+
+    Args:
+        column: N integers.
+        source: the argument of `open_tokens`, which is pickled in place of the integers.
 
     Raises:
         ValueError: they are not all integers.
     """
 
-    def __init__(self, table, name: str):
-        self._table, self._name = table, name
-        column = table.column(name)
+    def __init__(self, column, source):
+        self._source = source
+        self._chunks = [chunk for chunk in column.chunks if len(chunk)]
+        self._ends = np.cumsum([len(chunk) for chunk in self._chunks])
         if column.null_count or not str(column.type).removeprefix("u").startswith("int"):
             nulls = f" with {column.null_count} missing" if column.null_count else ""
             raise ValueError(f"token_ids must be one sequence of integers, but the column holds {column.type}{nulls}")
 
     def __len__(self) -> int:
-        return self._table.num_rows
+        return int(self._ends[-1]) if self._chunks else 0
 
     def __getitem__(self, index: slice | int) -> Any:
         """A view or a copy of a slice, as an array; a single token as a number."""
-        places = range(len(self))[index]
-        if isinstance(places, int):
-            return self[places : places + 1][0]
-        read = self._table.fast_slice(places.start, max(0, places.stop - places.start))
-        return read.column(self._name).to_numpy()[:: places.step]
+        if not isinstance(index, slice):
+            place = range(len(self))[index]
+            return self._read(place, place + 1)[0]
+        start, stop, step = index.indices(len(self))
+        return self._read(start, stop)[::step] if start < stop else np.zeros(0, dtype=np.int64)
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
+        parts = [chunk.to_numpy(zero_copy_only=True) for chunk in self._chunks[first : last + 1]]
+        offset = int(self._ends[first - 1]) if first else 0
+        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return tokens[start - offset : stop - offset]
+
+    def __reduce__(self):
+        # Pickles `source`, because a dataset pickles the names of its files, and a column its contents.
+        return open_tokens, (self._source,)
 
 
 def _as_array(tokens) -> np.ndarray:

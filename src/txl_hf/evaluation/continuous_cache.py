@@ -29,7 +29,8 @@ class ContinuousCache:
 
     Args:
         size: ≥ 1, the number of past positions in the cache, perhaps far more than in the memory: each costs one
-        state. weight: λ in [0, 1).
+            state.
+        weight: λ in [0, 1).
         temperature: θ ≥ 0; it multiplies. With 0, p_cache is the share that a token had of the last `size`.
 
     Raises:

@@ -115,7 +115,8 @@ class DynamicEvaluation:
             model, token_ids, segment_length, memory_length, progress: see `evaluate_language_model`.
 
         Raises:
-            ValueError: see `evaluate_language_model`. Diverged: a loss, or a logit after the text, is not finite.
+            ValueError: see `evaluate_language_model`.
+            Diverged: a loss, or a logit after the text, is not finite.
         """
         if isinstance(token_ids, Tensor):
             # A prompt of `generate` is on the model's device.

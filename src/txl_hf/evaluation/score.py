@@ -409,3 +409,7 @@ def check_vocabulary(text: TokenisedText, config: PreTrainedConfig, model: str, 
             f"{config.vocab_size}"
         )
     check_symbols_of(model, text.tokenizer, data)
+
+
+if __name__ == "__main__":
+    main()

@@ -185,3 +185,7 @@ def check_graph(model: TransfoXLForCausalLM, path: Path, sizes: tuple[tuple[int,
                     )
                 largest = max(largest, difference)
     return largest
+
+
+if __name__ == "__main__":
+    main()

@@ -114,3 +114,7 @@ def load_start(path: str | os.PathLike, model: TransfoXLForCausalLM) -> MemoryCa
             "use_cache=True returned"
         )
     return cast(MemoryCache, cache)
+
+
+if __name__ == "__main__":
+    main()

@@ -52,10 +52,16 @@ def error_body(error: StarletteHTTPException) -> dict:
     return {"error": {"message": error.detail, "type": kind, "param": None, "code": None}}
 
 
-HANDLERS: dict[Any, Callable[[Request, Any], Response]] = {
-    StarletteHTTPException: lambda request, error: JSONResponse(error_body(error), error.status_code),
-    ClientDisconnect: lambda request, error: Response(status_code=400),
-}
+async def _refused(request: Request, error: Any) -> Response:
+    return JSONResponse(error_body(error), error.status_code)
+
+
+async def _disconnected(request: Request, error: Any) -> Response:
+    return Response(status_code=400)
+
+
+# Coroutines, because Starlette calls functions in a pool of threads.
+HANDLERS = {StarletteHTTPException: _refused, ClientDisconnect: _disconnected}
 
 
 def refusal(error: ValidationError) -> HTTPException:

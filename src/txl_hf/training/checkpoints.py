@@ -16,6 +16,7 @@ import secrets
 import shutil
 import sys
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -30,7 +31,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..files import MANIFEST_NAME, UNFINISHED_PREFIX, move_into_place, write_text
-from ..legacy.unpickle import STAND_IN, Machine, Name, StandIn, UnsafePickleError, load, shown
 from .memory import MEMS_NAME, read_position
 
 logger = logging.get_logger(__name__)
@@ -51,12 +51,11 @@ SHARD_RECORDS = re.compile(
     pathlib(\._local)?\.(Posix|Windows)Path | torch\.Size | torch\.serialization\._get_layout
     | torch\.distributed\.checkpoint\.filesystem\._StorageInfo
     | torch\.distributed\.checkpoint\.metadata\.(BytesStorageMetadata|ChunkStorageMetadata|Metadata|MetadataIndex
-      |StorageMeta|TensorProperties|TensorStorageMetadata|_MEM_FORMAT_ENCODING)
+      |StorageMeta|TensorProperties|TensorStorageMetadata)
     """
 )
 # Function by which early versions of Python 3.11 pickle a member of an enumeration.
 GETATTR = "builtins.getattr"
-MEMORY_FORMATS = "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"
 
 # --- which checkpoint ------------------------------------------------------------------------------------------------
 
@@ -208,37 +207,52 @@ def _check_readable(path: Path, name: str):
                 # On "meta" only the structure is read.
                 torch.load(path, map_location="meta", weights_only=True)
         elif path.name.endswith(".metadata"):
-            load(path, _ShardsMachine())
+            with path.open("rb") as file:
+                _ShardsReader(file).load()
     except OSError:
         raise
     except Exception as error:
         raise ValueError(f"it is damaged, or holds more than data ({name} cannot be read)") from error
 
 
-class _ShardsMachine(Machine):
+class _Record:
+    """In place of anything that a list of shards names, so that reading the list has no effect."""
+
+    def __init__(self, *values: Any):
+        pass
+
+    def __setstate__(self, state: Any):
+        pass
+
+
+class _MemoryFormats(_Record):
+    """In place of the enumeration of memory formats."""
+
+
+def _memory_format(kind: Any, name: Any) -> _Record:
+    """In place of `getattr`, for members of the memory formats alone."""
+    if kind is not _MemoryFormats or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError("getattr of anything but a memory format is no record of shards")
+    return _Record()
+
+
+class _ShardsReader(pickle.Unpickler):
     """Reads the list of shards of torch.distributed.checkpoint, and refuses any but its records, because torch then
-    reads it by the standard unpickler."""
+    reads it by this unpickler too. `legacy/unpickle` would refuse the long lists of many processes for their size.
+    """
 
-    def name(self, module: str, name: str):
-        path = f"{'builtins' if module == '__builtin__' else module}.{name}"
+    def find_class(self, module: str, name: str) -> Any:
+        path = f"{module}.{name}"
+        if path == "collections.OrderedDict":
+            return OrderedDict
+        if path in (GETATTR, "__builtin__.getattr"):
+            return _memory_format
+        if path == f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__name__}":
+            return _MemoryFormats
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not (is_dtype or path in self.builders or SHARD_RECORDS.fullmatch(path)):
-            raise UnsafePickleError(f"{shown(path)} is no record of shards")
-        self.pay(STAND_IN)
-        self.stack.append(Name(*path.rsplit(".", 1)))
-
-    def key(self, value: Any) -> Any:
-        # Shards are listed by records that name their tensors.
-        return value if isinstance(value, StandIn) else super().key(value)
-
-    def _memory_format(self, kind: Any, name: Any) -> StandIn:
-        """In place of `getattr`, for members of the memory formats alone."""
-        is_format = isinstance(kind, Name) and str(kind) == MEMORY_FORMATS
-        if not is_format or name not in _MEM_FORMAT_ENCODING.__members__:
-            raise UnsafePickleError("getattr of anything but a memory format is no record of shards")
-        return StandIn(kind)
-
-    builders = {"collections.OrderedDict": Machine.builders["collections.OrderedDict"], GETATTR: _memory_format}
+        if is_dtype or SHARD_RECORDS.fullmatch(path):
+            return _Record
+        raise pickle.UnpicklingError(f"{path!r} is no record of shards")
 
 
 def _plain_classes() -> list:

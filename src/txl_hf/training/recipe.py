@@ -40,6 +40,7 @@ RENAMED = {
     "dynamo_backend": "torch_compile_backend",
     "scheduler": "lr_scheduler_type",
     "min_learning_rate": "lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr\": …}'",
+    "muon_lr_factor": "learning_rate (of Muon too)",
     "decay_steps": "lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs '{\"num_decay_steps\": …}'",
 }
 

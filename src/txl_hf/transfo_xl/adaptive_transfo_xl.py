@@ -272,7 +272,7 @@ class TransfoXLVocabularyModel(PreTrainedModel):
         mean_resizing = mean_resizing and len(layer.weight) > 1
         if head is not None:
             output = head.out_layers[-1]
-            linear = nn.Linear(output.weight.shape[1], output.weight.shape[0], device="meta")
+            linear: Any = nn.Linear(output.weight.shape[1], output.weight.shape[0], device="meta")
             linear.weight, linear.bias = output.weight, output.bias
             # The head before the embeddings, because transformers resizes these in place.
             linear = self._get_resized_lm_head(linear, tokens, mean_resizing=mean_resizing)

@@ -296,6 +296,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         length: int | None = None,
         new_special_tokens: list[str | AddedToken] | None = None,
         special_tokens_map: dict[str, str] | None = None,
+        **kwargs,
     ) -> "TransfoXLTokenizer":
         """A tokenizer with the symbols of another text and this one's mode, case, special tokens, chat template,
         sides of padding and truncation and greatest length.
@@ -303,6 +304,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         Args:
             text_iterator, vocab_size: as `lines` and `vocab_size` of `train_from_iterator`, with its errors.
             length, new_special_tokens, special_tokens_map: as in transformers; `length` is not needed.
+            kwargs: of `train_from_iterator`, in place of this tokenizer's settings.
         """
         rename = special_tokens_map or {}
         named = {name: rename.get(token, token) for name, token in self.special_tokens_map.items()}
@@ -313,7 +315,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         kept = "mode lower_case line_ends add_bos_token add_eos_token chat_template padding_side truncation_side"
         options = {name: getattr(self, name) for name in (*kept.split(), "model_max_length")}
         options |= {"extra_special_tokens": extra, "model_specific_special_tokens": named, **specials}
-        return type(self).train_from_iterator(text_iterator, vocab_size=vocab_size, **options)
+        return type(self).train_from_iterator(text_iterator, vocab_size=vocab_size, **options | kwargs)
 
     @property
     def line_ends(self) -> bool:
