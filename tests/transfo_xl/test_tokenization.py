@@ -521,6 +521,8 @@ def test_train_new_from_iterator_keeps_what_is_said_of_calls_and_chats(tmp_path)
     for tokenizer in (new, AutoTokenizer.from_pretrained(tmp_path)):
         assert {name: getattr(tokenizer, name) for name in settings} == settings
     assert new.apply_chat_template([{"role": "user", "content": "b a"}], tokenize=False) == "b a"
+    other = new.train_new_from_iterator(["a b"], model_max_length=9)
+    assert other.model_max_length == 9 and other.padding_side == "right"
     assert small("whitespace").train_new_from_iterator(["a b"]).chat_template is None
 
 
