@@ -208,4 +208,4 @@ def test_memory_helps(tmp_path):
     process = run("--minutes", "1", cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     bits = memory_table(process.stdout)
-    assert bits["0"] > bits["16"] > bits["64"] > bits["128"]
+    assert bits["0"] > bits["32"] > bits["64"] > bits["128"]
