@@ -60,7 +60,7 @@ class StorageFile:
         if storage.key not in self.places:
             raise UnsafePickleError(f"storage {shown(storage.key)} is missing from {self.path.name}")
         record, width = self.places[storage.key], storage.dtype.itemsize
-        if storage.numel * width > record.length:
+        if (storage.first + storage.numel) * width > record.length:
             raise UnsafePickleError(f"storage {shown(storage.key)} in {self.path.name} is shorter than it says")
         if record.name not in self.checked:
             with self.map() as data:
@@ -71,7 +71,7 @@ class StorageFile:
                     "or download it again"
                 )
             self.checked.add(record.name)
-        return record.begin
+        return record.begin + storage.first * width
 
     def map(self) -> mmap.mmap:
         """Return the file as a mapping, a new one for each tensor, because pages of one that stays count as memory."""
@@ -87,6 +87,7 @@ class Storage:
     key: str
     numel: int
     file: StorageFile
+    first: int = 0  # element at which this view of the storage begins (torch < 0.4 shared storages that way)
 
 
 @dataclass(eq=False)
@@ -105,7 +106,7 @@ class StoredTensor:
     @property
     def place(self) -> tuple:
         """A key of the tensor's memory: two tensors of one file with equal places are the same memory."""
-        return (self.storage.key, self.offset, self.shape, self.stride)
+        return (self.storage.key, self.storage.first + self.offset, self.shape, self.stride)
 
     def read(self) -> torch.Tensor:
         """Return a contiguous copy. Raises UnsafePickleError if its bytes in the file are too few or damaged."""
@@ -174,16 +175,21 @@ class _TorchMachine(Machine):
         match identity:
             case ("module", Name() as name, *_):  # torch < 1.6 kept the source of each class beside it
                 return name
-            # torch writes None behind the size, in its old format.
             case ("storage", Name(module="torch" | "torch.cuda", name=kind), str(key), _, int(numel), *view):
-                if kind not in STORAGE_DTYPES:
-                    raise UnsafePickleError(f"a storage of the unknown kind {shown(kind)}")
-                if view not in ([], [None]) or not 0 <= numel < 2**62:
-                    raise UnsafePickleError("a view of a storage, as torch < 0.4 wrote, or one of an impossible size")
                 self.pay(STORAGE_SIZE)
-                self.dtypes[self.key(key)] = STORAGE_DTYPES[kind]
-                return Storage(STORAGE_DTYPES[kind], key, numel, self.file)
+                return self.storage(kind, key, numel, view[0] if view else None)
         raise UnsafePickleError("a reference outside the file that torch does not write")
+
+    def storage(self, kind: str, key: str, numel: int, view: Any) -> Storage:
+        if kind not in STORAGE_DTYPES:
+            raise UnsafePickleError(f"a storage of the unknown kind {shown(kind)}")
+        dtype, first = STORAGE_DTYPES[kind], 0
+        if view is not None:
+            _, first, numel = view
+        if not (type(first) is int and type(numel) is int and 0 <= first < 2**62 and 0 <= numel < 2**62):
+            raise UnsafePickleError("a storage of an impossible size")
+        self.dtypes[self.key(key)] = dtype
+        return Storage(dtype, key, numel, self.file, first)
 
     def place_records(self, records: dict[str, Record]) -> None:
         self.file.places = records
