@@ -42,7 +42,7 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (20_827, 17_500),
+    "lines installed": (20_828, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
     "lines of the Hub set": (5_196, 5_200),

@@ -31,8 +31,7 @@ from ..transfo_xl.cache_transfo_xl import (
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 
 FORMAT = "1"
-# The static one is the kernels', which this wing does not import: `import txl_hf` has registered it.
-CACHES: dict[str, Any] = {"MemoryCache": MemoryCache, "StaticMemoryCache": OPERATORS.static_cache}
+CACHES = ("MemoryCache", "StaticMemoryCache")
 # Configuration fields that the states of a text depend on. Sizes are left out, because the weights' shapes show them,
 # and the lengths that each call may choose.
 FIELDS = (
@@ -85,7 +84,9 @@ class HeldCache(NamedTuple):
     def restore(self, config: TransfoXLConfig) -> Any:
         """A new cache with these contents, on the device of the tensors."""
         counts, tensors = self.counts, self.tensors
-        cache = CACHES[self.kind](config, counts["mem_len"])
+        # The kernels, which this wing does not import, register the class of the static cache.
+        make_cache: Any = MemoryCache if self.kind == "MemoryCache" else OPERATORS.static_cache
+        cache = make_cache(config, counts["mem_len"])
         for i, layer in enumerate(cache.layers):
             layer.update(tensors[f"keys.{i}"], tensors[f"values.{i}"])
             setattr(layer, "written_together" if cache.is_compileable else "cumulative_length", counts["length"])
