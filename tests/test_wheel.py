@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("accelerate")
 
+import house
 import txl_hf
 from goldens import golden
 from txl_hf import command_line
@@ -205,7 +206,7 @@ def test_whatever_is_imported_is_declared():
     converters = set((ROOT / "conversion").glob("*.py"))
     first = imports_at_once(PACKAGE / "__init__.py", *converters)
     assert PACKAGE / "kernels" / "softmax.py" in first and PACKAGE / "training" / "trainer.py" not in first
-    for path in [*(ROOT / "src").rglob("*.py"), *converters]:
+    for path in house.sources():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -19,7 +19,8 @@ from typing import Any, cast
 
 from transformers import AutoTokenizer
 
-from ..command_line import (
+from txl_hf import MemoryCache, TransfoXLForCausalLM, load_memory
+from txl_hf.command_line import (
     CommandParser,
     at_least_one,
     existing_file,
@@ -28,10 +29,7 @@ from ..command_line import (
     one_line_errors,
     positive,
 )
-from ..data.loading import find_device, load_config, load_language_model
-from ..data.memory_files import load_memory
-from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache
-from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
+from txl_hf.data.loading import find_device, load_config, load_language_model
 
 # Names of a language model in configurations, those of old checkpoints too.
 LANGUAGE_MODELS = {"TransfoXLForCausalLM", "TransfoXLLMHeadModel"}
@@ -86,7 +84,7 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
     """Answer requests until a signal ends it. Raises ValueError for any other model than a language model."""
     import uvicorn
 
-    from .serve_app import build_app
+    from .app import build_app
 
     config = load_config(options.model, "model")
     if (known := config.architectures) and not LANGUAGE_MODELS.intersection(known):
@@ -106,7 +104,8 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
 
 def load_start(path: str | os.PathLike, model: TransfoXLForCausalLM) -> MemoryCache:
     """The memory of a file. Raises a ValueError if texts cannot continue from it."""
-    cache, mem_len = load_memory(path, model).get(CACHE_NAME), model.config.mem_len
+    # Its one entry, under the name that `generate` of this version of transformers has for a cache, or `mems`.
+    cache, mem_len = next(iter(load_memory(path, model).values())), model.config.mem_len
     layers: list[Any] = cache.layers if isinstance(cache, MemoryCache) else []
     if not layers or len(layers[0].keys) != 1 or layers[0].get_max_length() <= mem_len:
         raise ValueError(
@@ -114,7 +113,3 @@ def load_start(path: str | os.PathLike, model: TransfoXLForCausalLM) -> MemoryCa
             "use_cache=True returned"
         )
     return cast(MemoryCache, cache)
-
-
-if __name__ == "__main__":
-    main()

@@ -26,10 +26,10 @@ from starlette.requests import ClientDisconnect
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ..transfo_xl.cache_transfo_xl import MemoryCache
-from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-from .conversations import Conversations, Reply
-from .serve_fields import ChatRequest, CompletionRequest, ModelRequest, TextRequest
+from txl_hf import MemoryCache, TransfoXLForCausalLM
+from txl_hf.integrations.conversations import Conversations, Reply
+
+from .fields import ChatRequest, CompletionRequest, ModelRequest, TextRequest
 
 # Requests that are answered at a time, by turns.
 REPLIES = 4
