@@ -55,7 +55,7 @@ FLAT = {
 # (limit, goal)
 LIMITS = {
     "lines installed": (20_300, 17_500),
-    "lines of programs from examples": (528, 1_100),
+    "lines of programs from examples": (527, 1_100),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
     "lines of the Hub set": (5_196, 5_200),

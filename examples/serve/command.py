@@ -15,7 +15,6 @@ import argparse
 import errno
 import os
 import socket
-from typing import Any, cast
 
 from transformers import AutoTokenizer
 
@@ -106,10 +105,10 @@ def load_start(path: str | os.PathLike, model: TransfoXLForCausalLM) -> MemoryCa
     """The memory of a file. Raises a ValueError if texts cannot continue from it."""
     # Its one entry, under the name that `generate` of this version of transformers has for a cache, or `mems`.
     cache, mem_len = next(iter(load_memory(path, model).values())), model.config.mem_len
-    layers: list[Any] = cache.layers if isinstance(cache, MemoryCache) else []
+    layers = cache.layers if isinstance(cache, MemoryCache) else []
     if not layers or len(layers[0].keys) != 1 or layers[0].get_max_length() <= mem_len:
         raise ValueError(
             f"--memory {path} is no MemoryCache of one row for mem_len={mem_len}: save what a call of this model with "
             "use_cache=True returned"
         )
-    return cast(MemoryCache, cache)
+    return cache
