@@ -5,9 +5,7 @@ The shell commands are run by test_walkthrough.py, those of conversion by test_c
 
 import ast
 import csv
-import importlib
 import json
-import pkgutil
 import re
 import shlex
 import sys
@@ -17,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import house
 import txl_hf
 from hub_published import USER, hub_with, write_published
 from scripts import run_script
@@ -208,7 +207,7 @@ def test_the_page_of_the_environment_has_every_variable_of_ours():
 
 def messages() -> Iterator[str]:
     """Every string in the package, with `…` for what it is formatted with."""
-    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "conversion").glob("*.py")]:
+    for path in house.sources():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
@@ -257,20 +256,16 @@ def test_contributing_names_every_wing_and_every_file_of_the_hub_set():
 def overridden() -> dict[str, set[str]]:
     """Private methods of transformers that classes of each file override, where what a file imports is at hand."""
     found: dict[str, set[str]] = {}
-    for info in pkgutil.walk_packages(txl_hf.__path__, "txl_hf."):
-        try:
-            module = importlib.import_module(info.name)
-        except ModuleNotFoundError:
-            continue
+    for module in house.modules():
         for kind in vars(module).values():
-            if not isinstance(kind, type) or kind.__module__ != info.name:
+            if not isinstance(kind, type) or kind.__module__ != module.__name__:
                 continue
             for name, value in vars(kind).items():
                 theirs = any(
                     name in vars(base) and base.__module__.startswith("transformers.") for base in kind.__mro__
                 )
                 if theirs and re.match("_[a-z]", name) and callable(getattr(value, "__func__", value)):
-                    found.setdefault(f"{info.name.rpartition('.')[2]}.py", set()).add(name)
+                    found.setdefault(f"{module.__name__.rpartition('.')[2]}.py", set()).add(name)
     return found
 
 

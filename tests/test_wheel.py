@@ -17,8 +17,10 @@ import pytest
 
 pytest.importorskip("accelerate")
 
+import house
 import txl_hf
 from goldens import golden
+from midi_files import write_folder
 from txl_hf import command_line
 
 ROOT = Path(__file__).parents[1]
@@ -118,6 +120,13 @@ def test_the_wheel_converts_loads_writes_and_trains(installed, tmp_path):
     assert found["typed"] and found["written"] == 8 and found["steps"] == 2 and found["trained"] > 0
 
 
+def test_the_wheel_prepares_midi_files(installed, tmp_path):
+    """The program of examples that `txl-prepare` imports by its name."""
+    source = write_folder(tmp_path / "midi", 3, bars=1)
+    options = ["--corpus", "midi", "--input", source, "--output", tmp_path / "data", "--num_proc", "1"]
+    assert "holds midi with a vocabulary of" in run(tmp_path, installed / "bin" / "txl-prepare", *options)
+
+
 def test_every_command_says_how_it_is_used(installed, tmp_path):
     [metadata] = importlib.metadata.distributions(name="txl-hf", path=[str(next(installed.rglob("site-packages")))])
     commands = [entry.name for entry in metadata.entry_points if entry.group == "console_scripts"]
@@ -205,7 +214,7 @@ def test_whatever_is_imported_is_declared():
     converters = set((ROOT / "conversion").glob("*.py"))
     first = imports_at_once(PACKAGE / "__init__.py", *converters)
     assert PACKAGE / "kernels" / "softmax.py" in first and PACKAGE / "training" / "trainer.py" not in first
-    for path in [*(ROOT / "src").rglob("*.py"), *converters]:
+    for path in house.sources():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
