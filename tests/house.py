@@ -47,7 +47,7 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (20_375, 17_500),
+    "lines installed": (20_378, 17_500),
     "lines of programs from examples": (492, 1_100),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),

@@ -161,6 +161,7 @@ def test_what_is_missing_is_named_with_the_extra_that_has_it():
         ("lm_eval.api", ': pip install "txl-hf[lm-eval]"'),
         ("peft", ": pip install peft"),
         ("nothing_of_the_kind", ""),
+        ("txl_hf.midi", ": pip install -e . in the folder of the clone"),
     ],
 )
 def test_what_to_install(module, said, monkeypatch):
