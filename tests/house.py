@@ -54,8 +54,8 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (20_300, 17_500),
-    "lines of programs from examples": (527, 1_100),
+    "lines of the library": (19_850, 17_500),
+    "lines of installed programs": (1_019, 1_100),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
     "lines of the Hub set": (5_196, 5_200),
@@ -94,8 +94,8 @@ def figures() -> dict[str, int]:
     forward = entered_by_a_forward()
     hub_set = [*(PACKAGE / "transfo_xl").glob("*_transfo_xl*.py")]
     return {
-        "lines installed": sum(map(lines_of, library())),
-        "lines of programs from examples": sum(map(lines_of, programs())),
+        "lines of the library": sum(map(lines_of, library())),
+        "lines of installed programs": sum(map(lines_of, programs())),
         "flat modules": len([*PACKAGE.glob("*.py")]),
         "files of the Hub set": len(hub_set),
         "lines of the Hub set": sum(map(lines_of, hub_set)),

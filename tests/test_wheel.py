@@ -20,6 +20,7 @@ pytest.importorskip("accelerate")
 import house
 import txl_hf
 from goldens import golden
+from midi_files import write_folder
 from txl_hf import command_line
 
 ROOT = Path(__file__).parents[1]
@@ -119,6 +120,13 @@ def test_the_wheel_converts_loads_writes_and_trains(installed, tmp_path):
     assert found["typed"] and found["written"] == 8 and found["steps"] == 2 and found["trained"] > 0
 
 
+def test_the_wheel_prepares_midi_files(installed, tmp_path):
+    """The program of examples that `txl-prepare` imports by its name."""
+    source = write_folder(tmp_path / "midi", 3, bars=1)
+    options = ["--corpus", "midi", "--input", source, "--output", tmp_path / "data", "--num_proc", "1"]
+    assert "holds midi with a vocabulary of" in run(tmp_path, installed / "bin" / "txl-prepare", *options)
+
+
 def test_every_command_says_how_it_is_used(installed, tmp_path):
     [metadata] = importlib.metadata.distributions(name="txl-hf", path=[str(next(installed.rglob("site-packages")))])
     commands = [entry.name for entry in metadata.entry_points if entry.group == "console_scripts"]
@@ -153,6 +161,7 @@ def test_what_is_missing_is_named_with_the_extra_that_has_it():
         ("lm_eval.api", ': pip install "txl-hf[lm-eval]"'),
         ("peft", ": pip install peft"),
         ("nothing_of_the_kind", ""),
+        ("txl_hf.midi", ": pip install -e . in the folder of the clone"),
     ],
 )
 def test_what_to_install(module, said, monkeypatch):

@@ -30,9 +30,10 @@ from generate import draw, to_score
 from pieces import CHANNELS
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLModel
 from txl_hf.command_line import CommandParser, at_least_one, at_least_zero, not_negative, one_line_errors, positive
-from txl_hf.data.midi import EVENTS, boundary_tokens, is_midi_tokenizer, load_midi_tokenizer
+from txl_hf.data.loading import EVENTS, is_midi_tokenizer, load_midi_tokenizer
 from txl_hf.files import whole_folder
 from txl_hf.memories import memory_of
+from txl_hf.midi.pieces import boundary_tokens
 
 with one_line_errors():
     from miditok import MusicTokenizer

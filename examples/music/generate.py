@@ -25,8 +25,9 @@ from transformers import LogitsProcessorList, set_seed
 from pieces import CHANNELS, MusicGrammar, bar_lines
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import CommandParser, hub_or_folder, not_negative, one_line_errors
-from txl_hf.data.midi import boundary_tokens, load_midi_tokenizer, preprocess, read_score, spelled
+from txl_hf.data.loading import load_midi_tokenizer
 from txl_hf.files import whole_folder
+from txl_hf.midi.pieces import boundary_tokens, preprocess, read_score, spelled
 
 with one_line_errors():
     import matplotlib

@@ -20,8 +20,8 @@ import numpy as np
 from pieces import bar_lines
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.data.corpora import files_below
-from txl_hf.data.midi import MIDI_SUFFIXES, read_score
 from txl_hf.files import write_text
+from txl_hf.midi.pieces import MIDI_SUFFIXES, read_score
 
 with one_line_errors():
     import symusic

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from txl_hf.command_line import one_line_errors
-from txl_hf.data.midi import last_end
+from txl_hf.midi.pieces import last_end
 
 with one_line_errors():
     from miditok import MusicTokenizer, TokSequence

@@ -110,6 +110,9 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _how_to_install(module: str) -> str:
+    if module.startswith("txl_hf."):
+        # A program of examples, which is missing where `src` is on the path alone, or was installed before it came.
+        return ": pip install -e . in the folder of the clone"
     requirement = REQUIREMENTS.get(module.partition(".")[0])
     if requirement is None:
         return ""

@@ -12,7 +12,8 @@ import generate
 import measures
 from midi_files import write_piece
 from models import small_model
-from txl_hf.data.midi import load_midi_tokenizer, make_midi_tokenizer, read_score
+from txl_hf.data.loading import load_midi_tokenizer
+from txl_hf.midi.pieces import make_midi_tokenizer, read_score
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """A model, a tokenizer and a device by the names that a command was given."""
 
+import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -15,7 +16,13 @@ from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 from ..transfo_xl.tokenization_transfo_xl_backend import WORD_MODES
-from .midi import is_midi_tokenizer, load_midi_tokenizer
+
+if TYPE_CHECKING:
+    from miditok import MusicTokenizer
+
+TOKENIZER_FILE = "tokenizer.json"
+# The column of MidiTok's compound tokens in a folder of txl-prepare; all other tokens are in `token_ids`.
+EVENTS = "events"
 
 
 def load_config(name: str, option: str = "--model") -> TransfoXLConfig:
@@ -76,6 +83,31 @@ def load_tokenizer(name: str | Path, **options) -> Any:
         raise ValueError(f"the tokenizer of {name} cannot be read: {' '.join(str(error).split())}") from error
 
 
+def is_midi_tokenizer(folder: Path | str) -> bool:
+    """Whether `tokenizer.json` in a folder is of MidiTok, not of transformers."""
+    try:
+        return "tokenization" in json.loads((Path(folder) / TOKENIZER_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def load_midi_tokenizer(folder: Path | str) -> "MusicTokenizer":
+    """The tokenizer in a folder, of any of MidiTok's classes. Raises a ValueError if there is none."""
+    import miditok
+
+    path = Path(folder) / TOKENIZER_FILE
+    if not is_midi_tokenizer(folder):
+        raise ValueError(f"{folder} has no tokenizer of MidiTok: {TOKENIZER_FILE} must name its tokenization")
+    name = json.loads(path.read_text(encoding="utf-8"))["tokenization"]
+    kind = getattr(miditok, str(name), None)
+    if not (isinstance(kind, type) and issubclass(kind, miditok.MusicTokenizer)):
+        raise ValueError(f"{path} names the tokenization {name!r}, which MidiTok does not have")
+    try:
+        return kind(params=path)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not as MidiTok writes it: {error!r}") from error
+
+
 def find_tokenizer(name: str | Path) -> Any:
     """`load_tokenizer`, or None where there is no tokenizer. Raises a ValueError for one that cannot be read."""
     if Path(name).is_dir() and not has_tokenizer(name):
@@ -91,7 +123,7 @@ def find_tokenizer(name: str | Path) -> Any:
 
 def has_tokenizer(name: str | Path) -> bool:
     """Whether a folder, or the cache of a repository on the Hub, has a tokenizer file, of transformers or MidiTok."""
-    files = ("tokenizer_config.json", "tokenizer.json", *TransfoXLTokenizer.vocab_files_names.values())
+    files = ("tokenizer_config.json", TOKENIZER_FILE, *TransfoXLTokenizer.vocab_files_names.values())
     if Path(name).is_dir():
         return any(Path(name, file).exists() for file in files)
     try:

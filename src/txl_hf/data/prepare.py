@@ -73,6 +73,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -86,7 +87,7 @@ from ..command_line import CommandParser, at_least_one, hub_or_folder, interrupt
 from ..files import disk_errors, name_of, sync
 from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 from ..transfo_xl.tokenization_transfo_xl_backend import LINE_END_MODES, MODES
-from . import corpora, midi
+from . import corpora
 from .corpora import CORPORA, LINES, SPLITS, Convention, some, wanted
 from .loading import ends_lines, load_tokenizer
 from .texts import INFORMATION, LINE_FEED, count_passed, document_end_token, encode_bytes, encode_lines, reads_streams
@@ -95,6 +96,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 MIDI = "midi"
+# Corpora of other things than text, by the module whose `prepare` is called instead of `prepare_text`.
+PROGRAMS = {MIDI: "txl_hf.midi.corpus"}
 # Options of the command line about the symbols of a text.
 SYMBOLS = ("mode", "lower_case", "min_freq", "max_size")
 
@@ -185,11 +188,22 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Write the corpus to scratch/output; returns the contents of corpus.json."""
+    from datasets import DatasetDict
+
+    make = import_module(PROGRAMS[options.corpus]).prepare if options.corpus in PROGRAMS else prepare_text
+    tokens, tokenizer, information = make(options, scratch)
+    folder = scratch / "output"
+    DatasetDict(tokens).save_to_disk(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / INFORMATION).write_text(json.dumps(information, indent=2) + "\n", encoding="utf-8")
+    return information
+
+
+def prepare_text(options: argparse.Namespace, scratch: Path) -> tuple[dict[str, "Dataset"], Any, dict[str, Any]]:
+    """The tokens of each split of a text, their tokenizer, and the contents of corpus.json."""
     import pyarrow as pa
     from datasets import Dataset
 
-    if options.corpus == MIDI:
-        return prepare_midi(options, scratch)
     convention = chosen_convention(options)
     tokenizer = None if options.tokenizer is None else text_tokenizer(options, convention)
     mode = convention.mode if tokenizer is None else getattr(tokenizer, "mode", None)
@@ -242,87 +256,7 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "splits": {split: {"tokens": len(tokens[split])} | counts[split] for split in SPLITS},
         "versions": {name: version(name) for name in ("txl-hf", "transformers", "datasets")},
     }
-    write(tokens, tokenizer, information, scratch / "output")
-    return information
-
-
-def write(tokens: dict[str, "Dataset"], tokenizer: Any, information: dict[str, Any], folder: Path) -> None:
-    from datasets import DatasetDict
-
-    DatasetDict(tokens).save_to_disk(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / INFORMATION).write_text(json.dumps(information, indent=2) + "\n", encoding="utf-8")
-
-
-def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
-    """Write a folder of MIDI files to scratch/output; returns the contents of corpus.json."""
-    tokenizer = midi_tokenizer(options)
-    begin, end = midi.boundary_tokens(tokenizer)
-    pieces, left_out, root = midi.read_pieces(options.input, tokenizer, options.num_proc, scratch)
-    splits, repeated = midi.split_pieces(pieces, root)
-    tell_pieces(splits, left_out, repeated)
-    if options.bpe is not None:
-        # BPE joins frequent pairs of tokens until the vocabulary has `options.bpe` entries.
-        tokenizer.train(vocab_size=options.bpe, files_paths=[piece.path for piece in splits["train"]])
-    tokens, parts = {}, {}
-    for split, chosen in splits.items():
-        semitones = (options.transpose or 0) if split == "train" else 0
-        cache = scratch / f"{split}.arrow"
-        tokens[split] = midi.tokenise_pieces(chosen, tokenizer, semitones, options.num_proc, cache)
-        parts[split] = {"tokens": len(tokens[split]), "pieces": len(chosen), "notes": sum(p.notes for p in chosen)}
-    information = {
-        "corpus": MIDI,
-        "source": source_name(options),
-        "files": {split: [piece.name for piece in chosen] for split, chosen in splits.items()},
-        "left_out": left_out | {piece.name: "held out in another split, or in none" for piece in repeated},
-        "notes_lost": {piece.name: piece.lost for piece in chain.from_iterable(splits.values()) if piece.lost},
-        "tokenizer": type(tokenizer).__name__,
-        "transpose": options.transpose or 0,
-        "document_start": begin,
-        "document_end": end,
-        "vocab_size": tokenizer.len if tokenizer.is_multi_voc else len(tokenizer),
-        "splits": parts,
-        "versions": {name: version(name) for name in ("txl-hf", "miditok", "symusic", "datasets")},
-    }
-    write(tokens, tokenizer, information, scratch / "output")
-    return information
-
-
-def midi_tokenizer(options: argparse.Namespace) -> Any:
-    if options.tokenizer is None:
-        tokenizer = midi.make_midi_tokenizer(options.tokens or "remi")
-    else:
-        try:
-            tokenizer = midi.load_midi_tokenizer(options.tokenizer)
-        except ValueError as error:
-            raise ValueError(f"--tokenizer {error}") from None
-    if options.bpe is not None:
-        if tokenizer.is_trained or tokenizer.is_multi_voc:
-            raise ValueError(
-                f"--tokenizer {options.tokenizer} joins tokens already, or has compound ones: leave out --bpe"
-            )
-        if options.bpe <= len(tokenizer):
-            raise ValueError(f"--bpe {options.bpe} must be more than the {len(tokenizer)} tokens that are joined")
-    return tokenizer
-
-
-def tell_pieces(splits: dict[str, list[midi.Piece]], left_out: dict[str, str], repeated: list[midi.Piece]):
-    """Print the pieces of each split, the files left out, and notes that were lost or changed."""
-    for split, pieces in splits.items():
-        print(f"{split}: {some([piece.name for piece in pieces])}")
-    if left_out:
-        print(f"{len(left_out)} file(s) left out:")
-        for name, reason in left_out.items():
-            print(f"  {name}: {reason}")
-    if repeated:
-        names = some([piece.name for piece in repeated])
-        print(f"{len(repeated)} file(s) left out that are held out in another split, or named after none: {names}")
-    chosen = list(chain.from_iterable(splits.values()))
-    if lost := [f"{piece.name} ({piece.lost} of {piece.lost + piece.notes})" for piece in chosen if piece.lost]:
-        print(f"{len(lost)} file(s) with notes that the tokenizer lacks or has already, and leaves out: {some(lost)}")
-    for remark in (midi.OTHER_METRE, midi.OTHER_TEMPO, midi.KEYLESS):
-        if remarked := [piece.name for piece in chosen if remark in piece.remarks]:
-            print(f"{len(remarked)} file(s) {remark}: {some(remarked)}")
+    return tokens, tokenizer, information
 
 
 def chosen_convention(options: argparse.Namespace) -> Convention:

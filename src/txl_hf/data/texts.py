@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 from ..transfo_xl.tokenization_transfo_xl_backend import check_lines, open_lines
 from .corpora import LINES, check_is_text, count_batch, count_stream
-from .loading import ends_lines, find_tokenizer
-from .midi import EVENTS
+from .loading import EVENTS, ends_lines, find_tokenizer
 
 if TYPE_CHECKING:
     from datasets import DatasetDict

@@ -27,8 +27,7 @@ from ..command_line import (
     one_line_errors,
     positive,
 )
-from ..data.loading import find_device, load_config, load_language_model, load_tokenizer
-from ..data.midi import is_midi_tokenizer
+from ..data.loading import find_device, is_midi_tokenizer, load_config, load_language_model, load_tokenizer
 from .conversations import Conversations, Reply
 
 SAMPLING = ("temperature", "top_k", "top_p")

@@ -37,13 +37,13 @@ from transformers import AutoModelForCausalLM, SchedulerType, get_scheduler
 from ..command_line import hub_or_folder, one_line_errors
 from ..data.corpora import SPLITS
 from ..data.loading import (
+    EVENTS,
     check_symbols_of,
     fill_special_tokens,
     load_config,
     load_language_model,
     load_tokenizer,
 )
-from ..data.midi import EVENTS
 from ..data.streams import RolledStream, TokenStream, open_tokens
 from ..data.texts import load_splits, read_document_end
 from ..evaluation.cards import RESULTS

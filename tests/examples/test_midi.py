@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from midi_files import QUARTER, write_folder, write_piece
 from txl_hf import TransfoXLConfig
-from txl_hf.data import midi, prepare
-from txl_hf.data.midi import load_midi_tokenizer, make_midi_tokenizer, read_score, transpose
+from txl_hf.data import prepare
+from txl_hf.data.loading import load_midi_tokenizer
 from txl_hf.evaluation import score as evaluate
+from txl_hf.midi.pieces import _programs_may_be_elsewhere, make_midi_tokenizer, read_score, transpose
 from txl_hf.training import command
 
 SPLITS = ("train", "validation", "test")
@@ -198,7 +199,7 @@ def test_a_file_of_many_tracks_takes_one_pass(tmp_path):
 
     note, other = b"\x00\x90\x3c\x40\x30\x80\x3c\x40", b"\x00\xc1\x28"
     began = process_time()
-    assert not midi._programs_may_be_elsewhere(save(*[note, other] * 16_000).read_bytes())
+    assert not _programs_may_be_elsewhere(save(*[note, other] * 16_000).read_bytes())
     score = read_score(save(b"\x00\xc0\x28", *[note] * 3_000))
     assert {track.program for track in score.tracks if len(track.notes)} == {40}
     # Distinct times, all in one channel.
@@ -236,7 +237,7 @@ def test_no_file_with_programs_elsewhere_is_passed_by(tracks, tmp_path_factory):
         for track in tracks
     ]
     elsewhere = any(one["note_on"] & other["program_change"] for one in kinds for other in kinds if one is not other)
-    assert midi._programs_may_be_elsewhere(path.read_bytes()) or not elsewhere
+    assert _programs_may_be_elsewhere(path.read_bytes()) or not elsewhere
 
 
 def test_files_that_cannot_be_used_are_named_counted_and_left_out(tmp_path, capsys):

@@ -1,11 +1,10 @@
-"""MIDI files as tokens of MidiTok, for `txl-prepare --corpus midi`: read, split, transposed, tokenised.
+"""MIDI files as tokens of MidiTok: read, split, transposed, tokenised.
 
-MidiTok, symusic and mido are in the extra `music`. Functions import them, because a text needs none of them.
+Functions import MidiTok, symusic and mido, so that one that is missing is an error where it is needed.
 """
 
 import hashlib
 import io
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .corpora import SPLITS, files_below, group_by_split, some_names, unpacked, useful_processes
+from txl_hf.data.corpora import SPLITS, files_below, group_by_split, some_names, unpacked, useful_processes
+from txl_hf.data.loading import EVENTS
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 
 MIDI_SUFFIXES = (".mid", ".midi", ".kar")
 DRUM_CHANNEL = 9
-EVENTS = "events"  # the column of compound tokens; plain tokens are in `token_ids`
 COMPARED = 24  # time steps of a quarter note in fingerprints: triplets and 32nd notes take a whole number of them
 # Longest piece, in quarter notes: a damaged time is read as centuries, and MidiTok would write a token for each bar.
 LONGEST = 100_000
-TOKENIZER_FILE = "tokenizer.json"
 FILES = 64  # for each process that is started
 MOST_JOINED = 1_000_000  # program changes that are copied into other tracks, which takes a second
 # First bytes of a program change and of a note, on any channel except that of drums.
@@ -79,31 +77,6 @@ def make_midi_tokenizer(tokens: str) -> "MusicTokenizer":
         time_signature_range={2: [2, 3, 4], 4: [1, 2, 3, 4, 5, 6, 7], 8: [3, 5, 6, 7, 9, 12]},
     )
     return {"remi": miditok.REMI, "compound": miditok.CPWord}[tokens](config)
-
-
-def is_midi_tokenizer(folder: Path | str) -> bool:
-    """Whether `tokenizer.json` in a folder is of MidiTok, not of transformers."""
-    try:
-        return "tokenization" in json.loads((Path(folder) / TOKENIZER_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-
-
-def load_midi_tokenizer(folder: Path | str) -> "MusicTokenizer":
-    """The tokenizer in a folder, of any of MidiTok's classes. Raises a ValueError if there is none."""
-    import miditok
-
-    path = Path(folder) / TOKENIZER_FILE
-    if not is_midi_tokenizer(folder):
-        raise ValueError(f"{folder} has no tokenizer of MidiTok: {TOKENIZER_FILE} must name its tokenization")
-    name = json.loads(path.read_text(encoding="utf-8"))["tokenization"]
-    kind = getattr(miditok, str(name), None)
-    if not (isinstance(kind, type) and issubclass(kind, miditok.MusicTokenizer)):
-        raise ValueError(f"{path} names the tokenization {name!r}, which MidiTok does not have")
-    try:
-        return kind(params=path)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not as MidiTok writes it: {error!r}") from error
 
 
 def boundary_tokens(tokenizer: "MusicTokenizer") -> tuple[Any, Any]:
