@@ -517,11 +517,11 @@ def layer_of(workload: Workload, backend: str, rows: int, **options) -> Callable
     if options:
         layer.compile(**options)
     shape, keys = (rows, workload.segment, config.d_model), workload.memory + workload.segment
-    hidden = torch.empty(shape, requires_grad=True)
+    hidden = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
     memory = None
     if workload.memory:
         memory = torch.empty(rows, workload.memory, config.d_model, dtype=torch.bfloat16)
-    distances, gradient = Distances(torch.empty(keys, config.d_model, dtype=torch.bfloat16)), torch.empty(shape)
+    distances, gradient = Distances(torch.empty(keys, config.d_model, dtype=torch.bfloat16)), torch.empty_like(hidden)
     segment = OpenSegment(
         *(MemoryLengths(), workload.segment, keys, Memory((), workload.memory, None, False, None, False)),
         *(None, None, None, None, None, None),

@@ -395,27 +395,6 @@ def test_frozen_projections_get_no_gradient():
     assert layers[0].weight.grad is None and layers[1].weight.grad.norm() > 0 < segment.grad.norm()
 
 
-@pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)], ids=str)
-def test_what_is_rounded_once_has_the_gradient_of_casts(used):
-    """Bit for bit; also where one of the two takes no part, and differentiated twice."""
-    found = []
-    for ours in (True, False):
-        states = torch.linspace(-3, 3, 70).view(2, 5, 7).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            wide, narrow = linear.rounded(states) if ours else (states, states.to(torch.bfloat16))
-        assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
-        parts = [part.square() for part, uses in zip((wide, narrow), used, strict=True) if uses]
-        [first] = torch.autograd.grad(sum(part.float().sum() for part in parts), states, create_graph=True)
-        [second] = torch.autograd.grad(first.square().sum(), states)
-        found.append((wide.detach(), narrow.detach(), first.detach(), second))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_without_autocast_nothing_is_rounded():
-    states = torch.ones(2, requires_grad=True)
-    assert all(part is states for part in linear.rounded(states))
-
-
 @pytest.mark.parametrize(
     ("amx", "avx512_bf16", "intel", "faster"),
     [

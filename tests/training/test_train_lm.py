@@ -1249,7 +1249,6 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
     ("changes", "message"),
     [
         ({"eval_every": 5}, "sets 'eval_every', which is --eval_steps now"),
-        ({"muon_lr_factor": 2}, "sets 'muon_lr_factor', which is --learning_rate (of Muon too) now"),
         (
             {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"x": 1}},
             "--lr_scheduler_type cosine with --lr_scheduler_kwargs",

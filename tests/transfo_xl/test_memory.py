@@ -20,7 +20,6 @@ from models import COMPILERS, refusal, small_config
 from txl_hf import MemoryLengths, TransfoXLForCausalLM
 from txl_hf.kernels import operators
 from txl_hf.kernels.static_cache import StaticMemoryCache
-from txl_hf.transfo_xl import modeling_transfo_xl as modeling
 from txl_hf.transfo_xl.attention_transfo_xl import (
     BACKENDS as ALL_BACKENDS,
 )
@@ -1255,7 +1254,7 @@ def trained_under_autocast(model, parts, dtype, keep, mask=None):
     """Losses and gradients of segments in turn, with mems as `keep(outputs, mems)` makes them of the last ones."""
     mems, found = None, {}
     for i, ids in enumerate(parts):
-        with torch.autocast("cpu", dtype):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
             outputs = model(ids, mems=mems, shift_labels=ids, attention_mask=mask, output_hidden_states=True)
         outputs.loss.backward()
         mems = keep(outputs, mems)
@@ -1276,8 +1275,8 @@ def test_under_autocast_the_memory_is_in_its_type_and_nothing_else_changes(
         return outputs.mems
 
     def as_they_entered(outputs, mems):
-        entered = [states.detach() for states in outputs.hidden_states[:-1]]
-        assert {states.dtype for states in entered} == {torch.float32}
+        assert {states.dtype for states in outputs.hidden_states} == {dtype}
+        entered = [states.detach().float() for states in outputs.hidden_states[:-1]]
         before = mems or [states[:, :0] for states in entered]
         return tuple(torch.cat(pair, dim=1)[:, -mem_len:] for pair in zip(before, entered, strict=True))
 
@@ -1292,21 +1291,17 @@ def test_under_autocast_the_memory_is_in_its_type_and_nothing_else_changes(
 
 @pytest.mark.parametrize("dtype", AUTOCAST, ids=str)
 @pytest.mark.parametrize("changes", [{}, {"mem_len": 3}, {"attn_type": 1}, {"pre_lnorm": True}], ids=str)
-def test_under_autocast_states_are_rounded_once_for_all_products(make_model, make_ids, monkeypatch, changes, dtype):
-    """Not one number differs from what it is where each product rounds for itself, and gradients by one rounding."""
-    parts, results = segments(make_ids(3, 17), 5), []
-    for once in (True, False):
-        if not once:
-            monkeypatch.setattr(modeling.OPERATORS, "rounded", lambda states: (states, states))
-            monkeypatch.setattr(modeling, "working_dtype", lambda states: states.dtype)
-        model = make_model(**changes).train()
-        results.append(trained_under_autocast(model, parts, dtype, lambda outputs, mems: outputs.mems))
-    found, expected = results
-    for name, value in expected.items():
-        if name[0].isdigit():
-            assert torch.equal(found[name], value), name
-        else:
-            assert (found[name] - value).norm() <= 2**-6 * value.norm(), name
+def test_under_autocast_a_model_follows_fp32(make_model, make_ids, changes, dtype):
+    """Losses and gradients as closely as a model whose weights have autocast's type, but for a fifth."""
+    parts, found = segments(make_ids(3, 17), 5), []
+    for cast, autocast in ((torch.float32, None), (torch.float32, dtype), (dtype, None)):
+        model = make_model(**changes).train().to(cast)
+        numbers = trained_under_autocast(model, parts, autocast, lambda outputs, mems: outputs.mems)
+        losses = [value.flatten() for name, value in numbers.items() if name.endswith("losses")]
+        gradients = [value.float().flatten() for name, value in numbers.items() if not name[0].isdigit()]
+        found.append([torch.cat(losses), torch.cat(gradients)])
+    for exact, automatic, half in zip(*found, strict=True):
+        assert 0 < (automatic - exact).norm() <= 1.2 * (half - exact).norm()
 
 
 @pytest.mark.parametrize("changes", [{"pre_lnorm": True}, {"gating": "gru"}], ids=str)

@@ -209,32 +209,6 @@ def _is_single(a: Tensor, b: Tensor) -> bool:
     return len(a) == 1 and _onednn_takes(a, b)
 
 
-def rounded(states: Tensor) -> tuple[Tensor, Tensor]:
-    """The states, (…), for sums and norms, and one cast of them to the dtype of products, because under autocast each
-    product would cast them again, and widen its gradient before the sum."""
-    dtype = working_dtype(states)
-    if dtype != states.dtype and torch.is_grad_enabled() and states.requires_grad and is_plain(states):
-        return _Rounded.apply(states, dtype)
-    return states, states.to(dtype)
-
-
-class _Rounded(torch.autograd.Function):
-    """The gradient of the cast states is widened within the sum of both, not before it."""
-
-    @staticmethod
-    def forward(ctx, states, dtype):
-        ctx.set_materialize_grads(False)
-        ctx.dtype = states.dtype
-        return states.view_as(states), states.to(dtype)
-
-    @staticmethod
-    def backward(ctx, grad, grad_of_narrow):
-        if grad is None or grad_of_narrow is None:
-            only = grad_of_narrow if grad is None else grad
-            return None if only is None else only.to(ctx.dtype), None
-        return grad + grad_of_narrow, None
-
-
 def linear(layer: nn.Module, states: Tensor) -> Tensor:
     """`layer(states)`, by `product` unless the layer is replaced (quantised, adapted), hooked or offloaded.
 
@@ -477,5 +451,5 @@ class _ReluAndDrop(torch.autograd.Function):
         return torch.ops.aten.native_dropout_backward(grad, result != 0, ctx.scale), None
 
 
-for name in ("linear", "linear_after", "product", "matmul", "keep_layout", "dropout", "relu_dropout", "rounded"):
+for name in ("linear", "linear_after", "product", "matmul", "keep_layout", "dropout", "relu_dropout"):
     setattr(OPERATORS, name, globals()[name])

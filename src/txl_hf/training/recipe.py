@@ -32,16 +32,6 @@ RENAMED = {
     "save_every": "save_steps",
     "log_every": "logging_steps",
     "mixed_precision": "bf16 or --fp16",
-    "beta1": "adam_beta1",
-    "beta2": "adam_beta2",
-    "epsilon": "adam_epsilon",
-    "max_epochs": "num_train_epochs",
-    "batch_chunk": "gradient_accumulation_steps",
-    "dynamo_backend": "torch_compile_backend",
-    "scheduler": "lr_scheduler_type",
-    "min_learning_rate": "lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr\": …}'",
-    "muon_lr_factor": "learning_rate (of Muon too)",
-    "decay_steps": "lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs '{\"num_decay_steps\": …}'",
 }
 
 

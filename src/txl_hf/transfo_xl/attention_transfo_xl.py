@@ -528,10 +528,5 @@ class Operators:
         """`module(states.relu())`, (…)."""
         return module(states.relu())
 
-    @staticmethod
-    def rounded(states: Tensor) -> tuple[Tensor, Tensor]:
-        """The states, (…), for sums and norms, and one cast of them to `working_dtype` for all products."""
-        return states, states.to(working_dtype(states))
-
 
 OPERATORS = Operators()

@@ -321,11 +321,11 @@ class TransfoXLLayer(GradientCheckpointingLayer):
             attended = self.self_attn(queries, context, None, distances, segment, state)[0]
             hidden_states = _join(hidden_states, attended, self.self_attn_gate)
             return _join(hidden_states, self.mlp(self.mlp_layer_norm(hidden_states)), self.mlp_gate)
-        # Under autocast the residual is added in fp32; `read` is the residual, cast once for all products.
-        hidden_states, read = OPERATORS.rounded(hidden_states)
-        hidden_states = hidden_states + self.self_attn(read, read, memory, distances, segment, state)[0]
-        hidden_states, read = OPERATORS.rounded(self.self_attn_layer_norm(hidden_states))
-        return self.mlp_layer_norm(hidden_states + self.mlp(read))
+        # Under autocast a norm returns fp32, but the states keep the type of products, as in a model of that type.
+        dtype = hidden_states.dtype
+        attended = self.self_attn(hidden_states, hidden_states, memory, distances, segment, state)[0]
+        hidden_states = self.self_attn_layer_norm(hidden_states + attended).to(dtype)
+        return self.mlp_layer_norm(hidden_states + self.mlp(hidden_states)).to(dtype)
 
 
 def _join(entered: Tensor, returned: Tensor, gate: TransfoXLGate | None) -> Tensor:
@@ -551,9 +551,10 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             hidden_states = self.positions.enter_layer(self, i, hidden_states, segment.key_mask)
             if segment.padding is not None:
                 hidden_states = hide_states(hidden_states, ~segment.padding.waiting[:, 1:])
-            # In the dtype of the next operation: products (autocast's dtype), or with `pre_lnorm` a layer norm (fp32).
-            dtype = hidden_states.dtype if self.config.pre_lnorm else working_dtype(hidden_states)
-            entered.append(hidden_states.to(dtype) if filled.mem_len > 0 else hidden_states)
+            if not self.config.pre_lnorm:
+                # Products read them, whose type is autocast's; with `pre_lnorm` a norm does, in fp32.
+                hidden_states = hidden_states.to(working_dtype(hidden_states))
+            entered.append(hidden_states)
             memory.append(segment.memory_of(i, entered[i]))
             hidden_states = layer(hidden_states, memory[i], distances=distances[i], segment=segment, state=state)
         new_mems = new_mask = None
