@@ -53,7 +53,7 @@ test-clients:
 	.venv-clients/bin/python -m pip install --constraint $(CONSTRAINTS) --requirement tests/clients/requirements.txt
 	OMP_NUM_THREADS=1 TXL_CLIENTS=all .venv-clients/bin/python -m pytest tests/clients
 	PATH="$(CURDIR)/.venv-clients/bin:$$PATH" OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest -k deepspeed \
-		tests/training/test_trainer.py tests/training/test_train_lm.py
+		tests/training/test_trainer.py tests/commands/test_train_lm.py
 
 # Rewrite the sources in the project's style.
 style: venv

@@ -53,16 +53,16 @@ from transformers import TrainerCallback
 
 import harness
 import tune_lm
-import txl_hf.training.command as training
+import txl_hf.commands.train_lm as training
 from harness import with_range
 from study import StudyParser, options_that_differ
 from txl_hf.command_line import at_least_zero, one_line_errors
+from txl_hf.commands.recipe import RECIPE, Arguments, read_recipe
+from txl_hf.commands.recipe import parse_arguments as training_arguments
+from txl_hf.commands.report import PRECISIONS
 from txl_hf.evaluation.cards import RESULTS
 from txl_hf.files import write_text
 from txl_hf.training.memory import MemoryLength
-from txl_hf.training.recipe import RECIPE, Arguments, read_recipe
-from txl_hf.training.recipe import parse_arguments as training_arguments
-from txl_hf.training.report import PRECISIONS
 from txl_hf.training.trainer import TransfoXLTrainer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -2,7 +2,7 @@
 
     python examples/prepare_corpus.py --corpus wikitext-2 --output data/wikitext-2
 
-`--help` explains it; the code is `txl_hf.data.prepare`.
+`--help` explains it; the code is `txl_hf.commands.prepare_corpus`.
 """
 
 from txl_hf.commands import prepare as main

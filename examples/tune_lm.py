@@ -34,12 +34,7 @@ import torch
 
 from txl_hf import ContinuousCache, DynamicEvaluation, GradientStatistics, TransfoXLForCausalLM
 from txl_hf.command_line import CommandParser, add_scoring_options, check_files, one_line_errors
-from txl_hf.data.loading import find_device, load_config, load_language_model
-from txl_hf.data.texts import read_prepared
-from txl_hf.evaluation.dynamic import Diverged, parameters_of
-from txl_hf.evaluation.language_model import LanguageModelEvaluation, evaluate_caches
-from txl_hf.evaluation.reading import Reading
-from txl_hf.evaluation.score import (
+from txl_hf.commands.evaluate_lm import (
     check_number,
     check_statistics,
     check_vocabulary,
@@ -48,6 +43,11 @@ from txl_hf.evaluation.score import (
     readings,
     take_lengths_of_training,
 )
+from txl_hf.data.loading import find_device, load_config, load_language_model
+from txl_hf.data.texts import read_prepared
+from txl_hf.evaluation.dynamic import Diverged, parameters_of
+from txl_hf.evaluation.language_model import LanguageModelEvaluation, evaluate_caches
+from txl_hf.evaluation.reading import Reading
 from txl_hf.files import whole_file, write_text
 
 DEFAULTS = {

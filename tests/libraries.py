@@ -13,7 +13,7 @@ import transformers.models.auto.modeling_auto
 import transformers.trainer
 
 import libraries_torch
-import txl_hf.training.command
+import txl_hf.commands.train_lm
 import txl_hf.training.trainer
 
 # Half a million objects that stay: each search for garbage among them takes a third of a second.

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from scripts import run_script, start_script
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
-from txl_hf.training.recipe import parse_arguments
+from txl_hf.commands.recipe import parse_arguments
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -168,7 +168,7 @@ def test_a_trained_workload_goes_on_with_a_trained_model_and_its_text(tmp_path):
     import dataclasses
 
     import model
-    from txl_hf.data.prepare import main as prepare
+    from txl_hf.commands.prepare_corpus import main as prepare
 
     text, data, trained = tmp_path / "text.txt", tmp_path / "data", tmp_path / "trained"
     words = [f"word{i % 50}" for i in range(4000)]

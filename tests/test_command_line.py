@@ -12,9 +12,9 @@ import pytest
 
 from txl_hf import commands
 from txl_hf.command_line import CommandParser, check_files, hub_or_folder, interrupted_by_signals, one_line_errors
+from txl_hf.commands.recipe import parse_arguments
+from txl_hf.commands.train_lm import load_data
 from txl_hf.files import disk_errors
-from txl_hf.training.command import load_data
-from txl_hf.training.recipe import parse_arguments
 
 
 @pytest.fixture

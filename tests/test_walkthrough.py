@@ -137,7 +137,7 @@ def test_the_commands_of_the_front_page(clone):
 def test_launches(monkeypatch):
     """Those for other machines are read as accelerate and the script would read them."""
     monkeypatch.chdir(ROOT)
-    from txl_hf.training.recipe import parse_arguments
+    from txl_hf.commands.recipe import parse_arguments
 
     typed = [words[words.index("accelerate") :] for words in commands("examples/README.md") if "accelerate" in words]
     assert len(typed) == 6

@@ -6,7 +6,7 @@ import torch
 from accelerate.state import DistributedType, PartialState
 
 import launcher
-from txl_hf.training import command
+from txl_hf.commands import train_lm as command
 
 
 def start(argv: list, processes: int = 1, kill_at: int | None = None, sharded: str | None = None) -> list:

@@ -27,8 +27,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from study import StudyParser
 from txl_hf import TransfoXLTokenizer
+from txl_hf.commands.evaluate_lm import check_vocabulary
 from txl_hf.data.texts import TokenisedText, read_prepared
-from txl_hf.evaluation.score import check_vocabulary
 from txl_hf.files import whole_folder
 
 __all__ = [

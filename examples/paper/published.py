@@ -266,7 +266,7 @@ def evaluate(folder: Path, options: argparse.Namespace) -> dict:
     Raises:
         ValueError: the result that is there is of other options.
     """
-    from txl_hf.evaluation.score import main as evaluate_lm
+    from txl_hf.commands.evaluate_lm import main as evaluate_lm
 
     result, kept = folder / "result.json", folder / "result_options.json"
     today = {"data": str(options.data.resolve()), "batch_size": options.batch_size, "max_tokens": options.max_tokens}

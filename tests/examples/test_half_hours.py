@@ -9,7 +9,7 @@ import yaml
 
 import half_hours
 import tune_lm
-from txl_hf.training.command import check_schedule
+from txl_hf.commands.train_lm import check_schedule
 from txl_hf.training.trainer import TransfoXLTrainer
 
 COMMAND = ["--smoke", "--seeds", "0", "--only", "ptb", "warandpeace"]

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from midi_files import QUARTER, write_folder, write_piece
 from txl_hf import TransfoXLConfig
-from txl_hf.data import prepare
+from txl_hf.commands import evaluate_lm as evaluate
+from txl_hf.commands import prepare_corpus as prepare
+from txl_hf.commands import train_lm as command
 from txl_hf.data.loading import load_midi_tokenizer
-from txl_hf.evaluation import score as evaluate
 from txl_hf.midi.pieces import _programs_may_be_elsewhere, make_midi_tokenizer, read_score, transpose
-from txl_hf.training import command
 
 SPLITS = ("train", "validation", "test")
 

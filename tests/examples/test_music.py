@@ -26,10 +26,10 @@ import measures
 from midi_files import write_folder, write_piece
 from models import small_model
 from pieces import MusicGrammar, bar_lines
-from txl_hf.data import prepare
+from txl_hf.commands import prepare_corpus as prepare
+from txl_hf.commands import train_lm as command
 from txl_hf.data.loading import load_midi_tokenizer
 from txl_hf.midi.pieces import make_midi_tokenizer, tokenise_batch
-from txl_hf.training import command
 
 
 def make_tokenizer(folder, joined: int | None = None) -> miditok.REMI:

@@ -819,8 +819,8 @@ def test_a_page_of_all_results_has_every_table(work, tmp_path, monkeypatch):
 
 def test_the_commands_for_a_gpu_are_the_recipes_with_their_options():
     """Each is parsed as typed, and describes the row that it is said to be."""
-    from txl_hf.training.command import make_config
-    from txl_hf.training.recipe import parse_arguments
+    from txl_hf.commands.recipe import parse_arguments
+    from txl_hf.commands.train_lm import make_config
 
     lines = [line.split() for line in page.commands().splitlines() if not line.startswith("#")]
     assert len(lines) == len(page.COMMANDS)

@@ -158,7 +158,7 @@ def test_a_result_of_other_options_is_not_printed_as_todays(server, tmp_path, mo
         asked.append(command)
         result.write_text(json.dumps({"results": [row], "data": "test.tokens"}))
 
-    monkeypatch.setattr("txl_hf.evaluation.score.main", evaluate)
+    monkeypatch.setattr("txl_hf.commands.evaluate_lm.main", evaluate)
     result = tmp_path / "checkpoints" / "wt103" / "result.json"
     result.parent.mkdir(parents=True)
     # One of which nobody knows what it was evaluated with is made again.

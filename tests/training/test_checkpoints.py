@@ -27,7 +27,9 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from trainer_process import make_arguments, make_model, make_text
 from txl_hf import TokenStream, TransfoXLTrainer
-from txl_hf.training import checkpoints, command
+from txl_hf.commands import train_lm as command
+from txl_hf.commands.recipe import parse_arguments, write_smoke_data
+from txl_hf.training import checkpoints
 from txl_hf.training.checkpoints import (
     MANIFEST_NAME,
     checkpoint_problem,
@@ -35,7 +37,6 @@ from txl_hf.training.checkpoints import (
     remove_old_checkpoints,
 )
 from txl_hf.training.memory import MEMS_NAME
-from txl_hf.training.recipe import parse_arguments, write_smoke_data
 
 RECIPE = {
     "n_layer": 1,

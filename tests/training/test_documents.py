@@ -30,10 +30,10 @@ from txl_hf import (
     evaluate_language_model,
     token_losses,
 )
-from txl_hf.data import prepare
-from txl_hf.evaluation import score as evaluate
+from txl_hf.commands import evaluate_lm as evaluate
+from txl_hf.commands import prepare_corpus as prepare
+from txl_hf.commands import train_lm as command
 from txl_hf.memories import memory_of
-from txl_hf.training import command
 
 END = 0
 

@@ -16,7 +16,7 @@ import yaml
 pytest.importorskip("accelerate")
 
 from train_lm_process import run
-from txl_hf.training.recipe import write_smoke_data
+from txl_hf.commands.recipe import write_smoke_data
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -1,4 +1,4 @@
-"""`txl-prepare --corpus midi`, whose options and files are those of `txl_hf.data.prepare`."""
+"""`txl-prepare --corpus midi`, whose options and files are those of `txl_hf.commands.prepare_corpus`."""
 
 import argparse
 from importlib.metadata import version

@@ -1,6 +1,5 @@
-"""Training with memory: `TransfoXLTrainer`, and `txl-train`, which reads a recipe into it.
+"""Training with memory: `TransfoXLTrainer`.
 
 `trainer` is the loop, with `arguments`, `memory`, `optimizers`, `regularization`, `checkpoints`, `cards` and `steps`
-(compiled layers, captured steps). `recipe` reads a recipe and the command line, `command` runs a training, `report`
-writes its output.
+(compiled layers, captured steps). Imports all that `evaluation` does, and `evaluation`.
 """

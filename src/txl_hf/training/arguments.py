@@ -1,4 +1,4 @@
-"""The arguments of a training: `TransfoXLTrainingArguments` for the Trainer, and more options of `txl-train`."""
+"""The arguments of a training, `TransfoXLTrainingArguments`, and the fields of a configuration that it may change."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -101,45 +101,3 @@ class TransfoXLTrainingArguments(TrainingArguments):
         added = {entry.name: entry.default for entry in dataclasses.fields(cls)}
         found.__dict__.update({**added, **vars(arguments)})
         return found
-
-
-@dataclass
-class ModelArguments:
-    """The model that is trained. Every field of `TransfoXLConfig` is an option too."""
-
-    model_name_or_path: str | None = option("Checkpoint to fine-tune; without one a new model is trained.")
-    attn_implementation: str | None = option("Attention backend. By default txl_triton on a GPU that can take it.")
-
-
-@dataclass
-class DataArguments:
-    """Options for the texts, how they are cut into segments, and how the finished model is scored."""
-
-    data: str | None = option("Folder that txl-prepare wrote.")
-    batch_size: int = option("Streams of one step, of all processes together.", 16)
-    varlen: bool = option("Segment lengths that vary from step to step, around tgt_len.", False)
-    roll: bool = option("In every epoch each stream begins at another place of its text, and wraps around.", False)
-    loss: Literal["full", "half"] = option(
-        "full: each token of a segment is predicted; half: those of its second half, after tgt_len tokens that are "
-        "read again (ext_len = tgt_len), as the paper's baselines need.",
-        "full",
-    )
-    document_end: str | None = option(
-        "Token that ends each document, from within which nothing before it is seen; none: the text is one. As the "
-        "data was prepared, if not given."
-    )
-    eval_batch_size: int = option("Streams of an evaluation.", 10)
-    eval_tgt_len: int | None = option("Tokens scored in one pass.")
-    eval_mem_len: int | None = option("Memory length of an evaluation.")
-    eval_ext_len: int | None = option("Extended context of an evaluation.")
-    eval_clamp_len: int | None = option("Distances beyond it share one position in an evaluation.")
-    eval_same_length: bool | None = option("Every query of an evaluation sees the same number of keys.")
-    eval_memory_lengths: list[int] = option("Also evaluate the finished model with these memory lengths.", [])
-    metric: Literal["perplexity", "bits_per_token"] = option("What is shown; both are logged.", "perplexity")
-    resume: bool = option("Go on from the last complete checkpoint in output, if there is one.", False)
-    smoke: bool = option("A few steps of a shrunken model on a small text, else as in the recipe.", False)
-
-    def __post_init__(self):
-        for name, least in {"batch_size": 1, "eval_batch_size": 1, "eval_tgt_len": 1, "eval_mem_len": 0}.items():
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"--{name} is {value}, but must be at least {least}")

@@ -14,8 +14,9 @@ pytest.importorskip("datasets")
 from accelerate.state import AcceleratorState, GradientState
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, regularize
-from txl_hf.training import command, report
-from txl_hf.training.recipe import parse_arguments
+from txl_hf.commands import report
+from txl_hf.commands import train_lm as command
+from txl_hf.commands.recipe import parse_arguments
 
 RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
 # Millions of parameters. The paper counts 257 for wt103_large, which has 285 (so have its checkpoints), and 460 for

@@ -26,9 +26,9 @@ from goldens import golden
 from models import small_model
 from scripts import run_script
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
+from txl_hf.commands import evaluate_lm as evaluate_lm
 from txl_hf.data import loading
 from txl_hf.evaluation import cards
-from txl_hf.evaluation import score as evaluate_lm
 from txl_hf.evaluation.cards import weights_digest
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "evaluate_lm.py"

@@ -20,8 +20,7 @@ from ..evaluation.cards import RESULTS, SCORED, origin, to_results, weights_dige
 from ..evaluation.language_model import evaluate_language_model, figures
 from ..evaluation.reading import Reading
 from ..files import disk_errors, name_of, whole_file, write_text
-from .arguments import DataArguments
-from .recipe import RECIPE, read_recipe
+from .recipe import RECIPE, DataArguments, read_recipe
 
 LOG, PLOT = "log.jsonl", "training.png"
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}

@@ -340,7 +340,7 @@ WITHOUT = """
 import sys
 for name in sys.argv.pop(1).split(","):
     sys.modules[name] = None
-from txl_hf.data.prepare import main
+from txl_hf.commands.prepare_corpus import main
 main(sys.argv[1:])
 """
 
@@ -825,7 +825,7 @@ def test_output_that_somebody_fills_meanwhile_is_kept(tmp_path, monkeypatch):
         (tmp_path / "output").mkdir()
         (tmp_path / "output" / "thesis.txt").write_text("mine")
 
-    monkeypatch.setattr("txl_hf.data.prepare.sync", fill)
+    monkeypatch.setattr("txl_hf.commands.prepare_corpus.sync", fill)
     with pytest.raises(SystemExit):
         prepare(tmp_path, "ptb", "--input", write(tmp_path / "input", "ptb.{}.txt"))
     assert (tmp_path / "output" / "thesis.txt").read_text() == "mine"
@@ -855,9 +855,7 @@ def test_a_disk_that_is_full_is_named_and_nothing_left(tmp_path, limit):
 def test_a_command_that_is_stopped_leaves_nothing(tmp_path, number):
     """As a batch system ends it at its limit: what it had written stayed, under a hidden name."""
     folder = write(tmp_path / "input", "ptb.{}.txt")
-    code = (
-        "import signal, sys, time, txl_hf.data.prepare as p; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    )
+    code = "import signal, sys, time, txl_hf.commands.prepare_corpus as p"
     code += "\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
     code += "\np.sync = lambda path: time.sleep(100)\np.main(sys.argv[1:])"
     options = ["--corpus", "ptb", "--num_proc", "1", "--input", folder, "--output", tmp_path / "output"]

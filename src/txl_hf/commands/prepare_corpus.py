@@ -84,13 +84,21 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..command_line import CommandParser, at_least_one, hub_or_folder, interrupted_by_signals, one_line_errors
+from ..data import corpora
+from ..data.corpora import CORPORA, LINES, SPLITS, Convention, some, wanted
+from ..data.loading import ends_lines, load_tokenizer
+from ..data.texts import (
+    INFORMATION,
+    LINE_FEED,
+    count_passed,
+    document_end_token,
+    encode_bytes,
+    encode_lines,
+    reads_streams,
+)
 from ..files import disk_errors, name_of, sync
 from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 from ..transfo_xl.tokenization_transfo_xl_backend import LINE_END_MODES, MODES
-from . import corpora
-from .corpora import CORPORA, LINES, SPLITS, Convention, some, wanted
-from .loading import ends_lines, load_tokenizer
-from .texts import INFORMATION, LINE_FEED, count_passed, document_end_token, encode_bytes, encode_lines, reads_streams
 
 if TYPE_CHECKING:
     from datasets import Dataset

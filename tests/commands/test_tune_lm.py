@@ -8,12 +8,12 @@ from argparse import Namespace
 
 import pytest
 from datasets import load_from_disk
-from test_score import corpus, model, text  # noqa: F401 -- fixtures
+from test_evaluate_lm import corpus, model, text  # noqa: F401 -- fixtures
 from transformers import AutoModelForCausalLM
 
 import tune_lm
 from txl_hf import ContinuousCache, DynamicEvaluation, GradientStatistics, evaluate_language_model
-from txl_hf.evaluation import score as evaluate_lm
+from txl_hf.commands import evaluate_lm as evaluate_lm
 from txl_hf.evaluation.dynamic import Diverged
 
 RATES, DECAYS = ["0.01", "0.1", "1e6"], ["0", "0.1"]

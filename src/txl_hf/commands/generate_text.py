@@ -28,7 +28,7 @@ from ..command_line import (
     positive,
 )
 from ..data.loading import find_device, is_midi_tokenizer, load_config, load_language_model, load_tokenizer
-from .conversations import Conversations, Reply
+from ..integrations.conversations import Conversations, Reply
 
 SAMPLING = ("temperature", "top_k", "top_p")
 

@@ -65,14 +65,14 @@ from ..data.loading import (
     load_tokenizer,
 )
 from ..data.texts import TokenisedText, read_document_end, read_prepared, read_raw
+from ..evaluation.cards import RESULTS, origin, read_results
+from ..evaluation.continuous_cache import ContinuousCache
+from ..evaluation.dynamic import DynamicEvaluation
+from ..evaluation.language_model import LanguageModelEvaluation, evaluate_caches, figures
+from ..evaluation.reading import LENGTHS, Reading
 from ..files import whole_file, write_text
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-from .cards import RESULTS, origin, read_results
-from .continuous_cache import ContinuousCache
-from .dynamic import DynamicEvaluation
-from .language_model import LanguageModelEvaluation, evaluate_caches, figures
-from .reading import LENGTHS, Reading
 
 MEMORY, WINDOW = "memory", "sliding window"
 

@@ -50,13 +50,13 @@ from ..evaluation.cards import RESULTS
 from ..evaluation.language_model import evaluate_language_model
 from ..evaluation.reading import Reading
 from ..files import LOCK_NAME, locked_folder
+from ..training.arguments import FREE, TransfoXLTrainingArguments
+from ..training.checkpoints import list_checkpoints, remove_unfinished
+from ..training.trainer import TransfoXLTrainer
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-from .arguments import FREE, DataArguments, TransfoXLTrainingArguments
-from .checkpoints import list_checkpoints, remove_unfinished
-from .recipe import RECIPE, Arguments, parse_arguments
+from .recipe import RECIPE, Arguments, DataArguments, parse_arguments
 from .report import RunReport, finish, save_best
-from .trainer import TransfoXLTrainer
 
 # Constants of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

@@ -50,14 +50,16 @@ from txl_hf import (
     commands,
     evaluate_language_model,
 )
+from txl_hf.commands import recipe as recipes
+from txl_hf.commands import report
+from txl_hf.commands import train_lm as command
+from txl_hf.commands.recipe import parse_arguments, write_smoke_data
 from txl_hf.data.streams import RolledStream
 from txl_hf.memories import memory_of
-from txl_hf.training import command, report, trainer
-from txl_hf.training import recipe as recipes
+from txl_hf.training import trainer
 from txl_hf.training.arguments import TransfoXLTrainingArguments
 from txl_hf.training.checkpoints import last_checkpoint
 from txl_hf.training.optimizers import make_lamb, make_optimizer
-from txl_hf.training.recipe import parse_arguments, write_smoke_data
 from txl_hf.training.trainer import TransfoXLTrainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -1025,7 +1027,7 @@ def test_a_large_tensor_gets_the_memory_of_the_one_before():
     """In a process of its own: the setting is the whole process's."""
     program = """
 import resource, torch
-from txl_hf.training.command import keep_freed_memory
+from txl_hf.commands.train_lm import keep_freed_memory
 
 def pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -1418,8 +1420,8 @@ def test_what_a_run_says(tmp_path, capsys, recipe, corpus, monkeypatch):
 @pytest.mark.parametrize("package", ["datasets", "yaml"])
 def test_a_missing_package_is_named_in_one_line(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    for name in ("command", "recipe", "report"):
-        monkeypatch.delitem(sys.modules, f"txl_hf.training.{name}")
+    for name in ("train_lm", "recipe", "report"):
+        monkeypatch.delitem(sys.modules, f"txl_hf.commands.{name}")
     with pytest.raises(SystemExit, match=r'is not installed: pip install "txl-hf\[train\]"'):
         commands.train(["--help"])
 

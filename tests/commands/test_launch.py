@@ -18,14 +18,14 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from transformers import AutoModelForCausalLM
 
 import txl_hf  # noqa: F401 -- registers Transformer-XL with the Auto classes
-from txl_hf.training.recipe import RecipeParser
+from txl_hf.commands.recipe import RecipeParser
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples" / "launch"
 DECLARED = {
-    "evaluate_lm.py": "evaluation/score.py",
-    "prepare_corpus.py": "data/prepare.py",
-    "train_lm.py": "training/recipe.py",
+    "evaluate_lm.py": "commands/evaluate_lm.py",
+    "prepare_corpus.py": "commands/prepare_corpus.py",
+    "train_lm.py": "commands/recipe.py",
 }
 FIELDS = {
     "cpu": {"distributed_type": "MULTI_GPU", "num_processes": 2, "use_cpu": True, "mixed_precision": "no"},
