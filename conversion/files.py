@@ -60,7 +60,7 @@ def code_span(name: str) -> str:
 def describe(value: object) -> str:
     """Return a few words for an unpickled value, for error messages."""
     if isinstance(value, StandIn):
-        return f"an object of class {shown(str(value.name))}"
+        return f"an object of class {shown(value.name)}"
     if isinstance(value, str):
         return f"the text '{shown(value)}'"
     if isinstance(value, dict):

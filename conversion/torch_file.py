@@ -1,30 +1,22 @@
 """Files of `torch.save`, read without running their pickles; each tensor when `StoredTensor.read` asks for it."""
 
+import functools
 import math
 import mmap
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import torch
 
-from txl_hf.legacy.unpickle import (
-    Machine,
-    Name,
-    Record,
-    StandIn,
-    Stream,
-    UnsafePickleError,
-    is_intact,
-    shown,
-)
+from txl_hf.legacy.unpickle import Inert, Reader, Record, StandIn, UnsafePickleError, shown, stand_in
 from txl_hf.legacy.unpickle import load as load_pickle
 
 MAX_DIMENSIONS = 8
-STORAGE_SIZE = 400  # bytes that a `Storage` takes
 
 STORAGE_DTYPES = {
     "FloatStorage": torch.float32,
@@ -44,7 +36,7 @@ def load(path: str | Path) -> Any:
     """Return the object pickled in `path`, with `StoredTensor`s for tensors. Raises UnsafePickleError, as the load of
     `txl_hf.legacy.unpickle`.
     """
-    return load_pickle(path, _TorchMachine(StorageFile(Path(path))))
+    return load_pickle(path, functools.partial(_TorchReader, StorageFile(Path(path))))
 
 
 class StorageFile:
@@ -63,8 +55,9 @@ class StorageFile:
         if (storage.first + storage.numel) * width > record.length:
             raise UnsafePickleError(f"storage {shown(storage.key)} in {self.path.name} is shorter than it says")
         if record.name not in self.checked:
-            with self.map() as data:
-                intact = is_intact(data, record)
+            end = record.begin + record.length
+            with self.map() as data, memoryview(data) as view, view[record.begin : end] as content:
+                intact = record.is_intact(content)
             if not intact:
                 raise UnsafePickleError(
                     f"{self.path.name} is damaged: the checksum of record {shown(record.name)} does not match; copy "
@@ -80,7 +73,7 @@ class StorageFile:
 
 
 @dataclass(eq=False)
-class Storage:
+class Storage(Inert):
     """A flat piece of memory that tensors are views of; its place in the file is known after the pickle was read."""
 
     dtype: torch.dtype
@@ -91,7 +84,7 @@ class Storage:
 
 
 @dataclass(eq=False)
-class StoredTensor:
+class StoredTensor(Inert):
     """A tensor still in its file. `stride` and `offset` count elements of the storage."""
 
     storage: Storage
@@ -134,12 +127,10 @@ class StoredTensor:
 # ---- what torch writes in pickles ----
 
 
-def _tensor(
-    machine: Machine, storage: Any, offset: Any, shape: Any, stride: Any, *_hooks: Any
-) -> StoredTensor | StandIn:
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_hooks: Any) -> StoredTensor | StandIn:
     if isinstance(storage, StandIn):  # pickled without torch.save: the bytes are a pickle inside the pickle
-        return StandIn(Name("torch", "Tensor"))
-    shape, stride = tuple(machine.walk(shape)), tuple(machine.walk(stride))
+        return stand_in("torch.Tensor")()
+    shape, stride = tuple(shape), tuple(stride)
     numbers = (offset, *shape, *stride)
     if not isinstance(storage, Storage) or not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
         raise UnsafePickleError("a tensor with a storage, shape or stride of the wrong kind")
@@ -148,63 +139,62 @@ def _tensor(
     return StoredTensor(storage, offset, shape, stride)
 
 
-def _parameter(_machine: Machine, tensor: Any, *_rest: Any) -> StoredTensor:
+def _parameter(tensor: Any, *_rest: Any) -> StoredTensor:
     if not isinstance(tensor, StoredTensor):
         raise UnsafePickleError("a parameter made of something that is no tensor")
     return tensor
 
 
-class _TorchMachine(Machine):
-    """A machine that also builds tensors, whose storages are in `file`."""
+class _TorchReader(Reader):
+    """A reader that also builds tensors, whose storages are in `storages`."""
 
-    builders: dict[str, Callable] = Machine.builders | {
-        "torch.Size": Machine.builders["builtins.tuple"],
+    builders: ClassVar[dict[str, Callable]] = Reader.builders | {
+        "torch.Size": tuple,
         "torch._utils._rebuild_tensor": _tensor,
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch._utils._rebuild_parameter": _parameter,
         "torch.nn.parameter.Parameter": _parameter,
     }
-    described = (StoredTensor,)
 
-    def __init__(self, file: StorageFile):
-        super().__init__()
-        self.file = file
+    def __init__(self, storages: StorageFile, file: BinaryIO):
+        super().__init__(file)
+        self.storages = storages
         self.dtypes: dict[str, torch.dtype] = {}  # of each storage, for torch's old file format
 
-    def refer(self, identity: Any) -> Name | Storage:
+    def persistent_load(self, identity: Any) -> type[StandIn] | Storage:
         match identity:
-            case ("module", Name() as name, *_):  # torch < 1.6 kept the source of each class beside it
-                return name
-            case ("storage", Name(module="torch" | "torch.cuda", name=kind), str(key), _, int(numel), *view):
-                self.pay(STORAGE_SIZE)
-                return self.storage(kind, key, numel, view[0] if view else None)
+            case ("module", type() as kind, *_):  # torch < 1.6 kept the source of each class beside it
+                return kind
+            case ("storage", type() as kind, str(key), _, int(numel), *view) if issubclass(kind, StandIn):
+                return self.storage(kind.name, key, numel, view[0] if view else None)
         raise UnsafePickleError("a reference outside the file that torch does not write")
 
     def storage(self, kind: str, key: str, numel: int, view: Any) -> Storage:
-        if kind not in STORAGE_DTYPES:
+        dtype, first = STORAGE_DTYPES.get(kind.removeprefix("torch.").removeprefix("cuda.")), 0
+        if dtype is None:
             raise UnsafePickleError(f"a storage of the unknown kind {shown(kind)}")
-        dtype, first = STORAGE_DTYPES[kind], 0
         if view is not None:
             _, first, numel = view
         if not (type(first) is int and type(numel) is int and 0 <= first < 2**62 and 0 <= numel < 2**62):
             raise UnsafePickleError("a storage of an impossible size")
-        self.dtypes[self.key(key)] = dtype
-        return Storage(dtype, key, numel, self.file, first)
+        self.dtypes[key] = dtype
+        return Storage(dtype, key, numel, self.storages, first)
 
     def place_records(self, records: dict[str, Record]) -> None:
-        self.file.places = records
+        self.storages.places = records
 
-    def place_stream(self, stream: Stream) -> None:
-        dtypes = self.dtypes
-        keys = self.run(stream)
+    def place_stream(self, file: BinaryIO) -> None:
+        keys = Reader(file).load()
         if not (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
             raise UnsafePickleError("no list of storages after the pickle")
+        begin, end = file.tell(), os.fstat(file.fileno()).st_size
         for key in keys:
-            if key not in dtypes:
+            if key not in self.dtypes:
                 raise UnsafePickleError(f"storage {shown(key)} belongs to no tensor")
-            (numel,) = struct.unpack("<q", stream.read(8))
-            length = numel * dtypes[key].itemsize
-            if numel < 0 or stream.position + length > stream.end:
+            file.seek(begin)
+            (numel,) = struct.unpack("<q", file.read(8))
+            begin, length = begin + 8, numel * self.dtypes[key].itemsize
+            if numel < 0 or begin + length > end:
                 raise UnsafePickleError(f"storage {shown(key)} is cut off")
-            self.file.places[key] = Record(key, stream.position, length, checksum=0)
-            stream.position += length
+            self.storages.places[key] = Record(key, begin, length, checksum=0)
+            begin += length

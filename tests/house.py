@@ -51,9 +51,9 @@ FLAT = {
     "lm_eval": 4,
     "trl": 4,
 }
-# (limit, goal)
+# (limit, goal). Of the goal of the library, 2,200 are for memory files, GPUs, Conformers and agents.
 LIMITS = {
-    "lines of the library": (19_823, 17_500),
+    "lines of the library": (19_436, 19_700),
     "lines of installed programs": (1_019, 1_100),
     "flat modules": (7, 12),
     "files of the Hub set": (13, 13),

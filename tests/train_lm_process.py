@@ -8,6 +8,36 @@ from accelerate.state import DistributedType, PartialState
 import launcher
 from txl_hf.commands import train_lm as command
 
+# A small model, and a training of few steps.
+MODEL = {
+    "n_layer": 2,
+    "d_model": 16,
+    "n_head": 2,
+    "d_head": 8,
+    "d_inner": 24,
+    "cutoffs": [100, 300],
+    "div_val": 2,
+    "initial_memory": "empty",
+    "init_std": 0.1,
+    "proj_init_std": 0.1,
+    "dropout": 0.0,
+    "tgt_len": 8,
+    "mem_len": 12,
+    "clamp_len": -1,
+    "same_length": False,
+}
+RECIPE = MODEL | {
+    "batch_size": 4,
+    "learning_rate": 0.01,
+    "warmup_steps": 2,
+    "max_steps": 12,
+    "eval_steps": 5,
+    "eval_batch_size": 8,
+    "eval_tgt_len": 64,
+    "logging_steps": 1,
+    "save_steps": 5,
+}
+
 
 def start(argv: list, processes: int = 1, kill_at: int | None = None, sharded: str | None = None) -> list:
     """Start `train_lm.py *argv` in so many processes, `sharded` by "fsdp2" or "deepspeed" (ZeRO-2). They die before

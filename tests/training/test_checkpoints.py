@@ -281,6 +281,9 @@ HARMFUL = {
     "an attribute of an enumeration": (
         b"c__builtin__\ngetattr\n(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nVmro\ntR."
     ),
+    "a member of an enumeration altered": (
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n(I0\ntR(dVhurt\nI1\nsb."
+    ),
     "an attribute of a text": b"cbuiltins\ngetattr\n(Vtext\nVformat\ntR.",
     "nothing": b"",
 }

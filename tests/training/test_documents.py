@@ -13,12 +13,12 @@ pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
 
 from accelerate.state import AcceleratorState, GradientState
-from test_train_lm import RECIPE
 from test_trainer import compare, sharded
 from transformers import AutoTokenizer
 
 import tune_lm
 from models import small_model
+from train_lm_process import RECIPE
 from trainer_process import DocumentStream, make_arguments, make_model, make_text, read_losses, run
 from txl_hf import (
     ContinuousCache,

@@ -16,12 +16,11 @@ import secrets
 import shutil
 import sys
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import safe_open
@@ -31,6 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..files import MANIFEST_NAME, UNFINISHED_PREFIX, move_into_place, write_text
+from ..legacy.unpickle import Dictionary, Reader, UnsafePickleError, load
 from .memory import MEMS_NAME, read_position
 
 logger = logging.get_logger(__name__)
@@ -45,15 +45,17 @@ DEEPSPEED_RECORDS = {
     "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
     "deepspeed.utils.tensor_fragment": ("fragment_address",),
 }
-# Names in the list of shards that torch.distributed.checkpoint pickles, beside types of tensors.
+# Names in the list of shards that torch.distributed.checkpoint pickles.
 SHARD_RECORDS = re.compile(
-    r"""(?x)
-    pathlib(\._local)?\.(Posix|Windows)Path | torch\.Size | torch\.serialization\._get_layout
+    rf"""(?x)
+    torch\.({"|".join(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))}|Size)
+    | pathlib(\._local)?\.(Posix|Windows)Path | torch\.serialization\._get_layout
     | torch\.distributed\.checkpoint\.filesystem\._StorageInfo
     | torch\.distributed\.checkpoint\.metadata\.(BytesStorageMetadata|ChunkStorageMetadata|Metadata|MetadataIndex
       |StorageMeta|TensorProperties|TensorStorageMetadata)
     """
 )
+MEMORY_FORMATS = f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__name__}"
 # Function by which early versions of Python 3.11 pickle a member of an enumeration.
 GETATTR = "builtins.getattr"
 
@@ -207,52 +209,31 @@ def _check_readable(path: Path, name: str):
                 # On "meta" only the structure is read.
                 torch.load(path, map_location="meta", weights_only=True)
         elif path.name.endswith(".metadata"):
-            with path.open("rb") as file:
-                _ShardsReader(file).load()
+            load(path, _ShardsReader)
     except OSError:
         raise
     except Exception as error:
         raise ValueError(f"it is damaged, or holds more than data ({name} cannot be read)") from error
 
 
-class _Record:
-    """In place of anything that a list of shards names, so that reading the list has no effect."""
-
-    def __init__(self, *values: Any):
-        pass
-
-    def __setstate__(self, state: Any):
-        pass
-
-
-class _MemoryFormats(_Record):
-    """In place of the enumeration of memory formats."""
-
-
-def _memory_format(kind: Any, name: Any) -> _Record:
+def _memory_format(kind: Any, name: Any) -> str:
     """In place of `getattr`, for members of the memory formats alone."""
-    if kind is not _MemoryFormats or name not in _MEM_FORMAT_ENCODING.__members__:
-        raise pickle.UnpicklingError("getattr of anything but a memory format is no record of shards")
-    return _Record()
+    if getattr(kind, "name", None) != MEMORY_FORMATS or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise UnsafePickleError("getattr of anything but a memory format is no record of shards")
+    return name
 
 
-class _ShardsReader(pickle.Unpickler):
+class _ShardsReader(Reader):
     """Reads the list of shards of torch.distributed.checkpoint, and refuses any but its records, because torch then
-    reads it by this unpickler too. `legacy/unpickle` would refuse the long lists of many processes for their size.
+    reads it by `pickle.load`.
     """
 
-    def find_class(self, module: str, name: str) -> Any:
-        path = f"{module}.{name}"
-        if path == "collections.OrderedDict":
-            return OrderedDict
-        if path in (GETATTR, "__builtin__.getattr"):
-            return _memory_format
-        if path == f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__name__}":
-            return _MemoryFormats
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or SHARD_RECORDS.fullmatch(path):
-            return _Record
-        raise pickle.UnpicklingError(f"{path!r} is no record of shards")
+    known = SHARD_RECORDS
+    builders: ClassVar[dict[str, Callable]] = {
+        "collections.OrderedDict": Dictionary,
+        MEMORY_FORMATS: int,
+        GETATTR: _memory_format,
+    }
 
 
 def _plain_classes() -> list:
