@@ -1,4 +1,4 @@
-"""examples/train_lm.py: steps against a loop by hand, optimisers, resuming, processes, refusals, a user's commands."""
+"""`txl-train`: steps against a loop by hand, optimisers, resuming, processes, refusals, a user's commands."""
 
 import dataclasses
 import json

@@ -1,6 +1,6 @@
 """The commands: their options, and what they print and write, by the library's wings, all of which they may import.
 
-Each begins here: a package that is missing, or Ctrl-C while one is imported, is one line.
+All but `txl-convert` begin here: a package that is missing, or Ctrl-C while one is imported, is one line.
 """
 
 from functools import partial

@@ -152,7 +152,7 @@ def no_bars_in_logs() -> Iterator[None]:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, source = parser.add_argument, parser.add_mutually_exclusive_group()
-    add("--corpus", choices=[*CORPORA, MIDI], required=True, help="the conventions to follow")
+    add("--corpus", choices=[*CORPORA, *PROGRAMS], required=True, help="the conventions to follow")
     source.add_argument("--input", type=Path, help="folder, archive or file")
     rows = "data set on the Hub, folder or file of one; a row is a line or more"
     source.add_argument("--dataset", type=hub_or_folder, help=rows)

@@ -1,4 +1,4 @@
 """Programs of others that use the model: lm_eval, ONNX, servers.
 
-Imports every wing but the commands.
+Imports all that `evaluation` does, and `evaluation`.
 """

@@ -1,4 +1,4 @@
-"""Generation for a server: replies continue from the memories of earlier texts, several at a time."""
+"""Generation for `txl-serve` and `txl-generate`: replies go on from memories of earlier texts, several at a time."""
 
 import random
 import threading

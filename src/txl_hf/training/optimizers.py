@@ -42,7 +42,7 @@ def make_optimizer(
         return make_muon(model, groups, arguments)
     if arguments.optimizer == "lamb":
         return make_lamb(groups, compiled, **settings)
-    kinds: dict[str | None, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    kinds: dict[str | None, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}  # with Adam's settings
     # `fused`: one pass over the weights in place of one for each operation.
     return kinds[arguments.optimizer](groups, fused=True, **settings)
 
