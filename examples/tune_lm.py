@@ -37,13 +37,12 @@ from txl_hf.command_line import CommandParser, add_scoring_options, check_files,
 from txl_hf.commands.evaluate_lm import (
     check_number,
     check_statistics,
-    check_vocabulary,
     describe,
     find_document_end,
     readings,
     take_lengths_of_training,
 )
-from txl_hf.data.loading import find_device, load_config, load_language_model
+from txl_hf.data.loading import check_vocabulary, find_device, load_config, load_language_model
 from txl_hf.data.texts import read_prepared
 from txl_hf.evaluation.dynamic import Diverged, parameters_of
 from txl_hf.evaluation.language_model import LanguageModelEvaluation, evaluate_caches
@@ -122,7 +121,7 @@ def run(options: argparse.Namespace):
     [(_, reading)] = readings(options, config)
     texts = {split: read_prepared(options.data, split) for split in ("train", "validation", "test")}
     check_statistics(options.statistics or 0, texts["train"])
-    check_vocabulary(texts["validation"], config, options.model, options.data)
+    check_vocabulary(texts["validation"].tokenizer, options.data, options.model, config)
     read_of_validation = texts["validation"].beginning(options.max_tokens)
     validation, test = read_of_validation.token_ids, texts["test"].token_ids[: options.max_test_tokens]
     # Before hours on the one: the other may be too short.

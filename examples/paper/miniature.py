@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from study import StudyParser
 from txl_hf import TransfoXLTokenizer
-from txl_hf.commands.evaluate_lm import check_vocabulary
+from txl_hf.data.loading import check_vocabulary
 from txl_hf.data.texts import TokenisedText, read_prepared
 from txl_hf.files import whole_folder
 
@@ -114,7 +114,7 @@ def load_given(models: list[str], data: Path, split: str) -> tuple[list[PreTrain
     text, found = read_prepared(data, split), []
     for name in models:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-        check_vocabulary(text, model.config, name, data)
+        check_vocabulary(text.tokenizer, data, name, model.config)
         found.append(model)
     return found, text
 

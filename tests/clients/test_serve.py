@@ -436,6 +436,12 @@ def test_what_cannot_be_served_is_said_at_once(model, tmp_path, capsys):
         end.value.code
         == f"error: model {tmp_path} is a {config['architectures'][0]}, and no language model, which alone writes"
     )
+    config["architectures"] = ["TransfoXLForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"tokenization": "REMI"}))
+    with pytest.raises(SystemExit) as end:
+        commands.serve([str(tmp_path)])
+    assert end.value.code.startswith(f"error: model {tmp_path} writes music")
 
 
 def test_generate_batch_is_refused_by_transformers(model):

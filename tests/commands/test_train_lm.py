@@ -1423,7 +1423,7 @@ def test_models_that_are_refused(tmp_path, capsys, recipe, corpus, make_model):
     plain = tmp_path / "plain.yaml"
     plain.write_text("max_steps: 2")
     message = refused(capsys, plain, *options, tmp_path / "small")
-    assert f"has 502 tokens, but --model_name_or_path {tmp_path / 'small'} has 61" in message
+    assert f"has a vocabulary of 502, which does not fit {tmp_path / 'small'} with one of 61" in message
     make_model(vocab_size=502, cutoffs=[100, 300]).save_pretrained(tmp_path / "fits")
     message = refused(capsys, plain, *options, tmp_path / "fits", "--d_model", "20")
     assert f"--d_model is 20, but 16 in {tmp_path / 'fits'}: leave it out" in message

@@ -45,7 +45,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..command_line import (
     CommandParser,
@@ -57,7 +57,7 @@ from ..command_line import (
 )
 from ..data.corpora import SPLITS
 from ..data.loading import (
-    check_symbols_of,
+    check_vocabulary,
     find_device,
     find_tokenizer,
     load_config,
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace):
     text = read_text(options)
     if len(text.token_ids) == 0:
         raise ValueError(f"{options.data} is empty: it has no token")
-    check_vocabulary(text, config, options.model, options.data)
+    check_vocabulary(text.tokenizer, options.data, options.model, config)
     text = text.beginning(options.max_tokens)
     changes = {} if options.decay_len is None else {"decay_len": options.decay_len}
     model = load_language_model(options.model, dtype=getattr(torch, options.dtype), **changes)
@@ -399,16 +399,6 @@ def read_text(options: argparse.Namespace) -> TokenisedText:
             raise ValueError(f"{name} reads music: --data {options.data} must be a folder of txl-prepare")
         text = read_raw(options.data, tokenizer)
     return dataclasses.replace(text, document_end=find_document_end(options, text))
-
-
-def check_vocabulary(text: TokenisedText, config: PreTrainedConfig, model: str, data: Path):
-    """Raise a ValueError unless the text's symbols are the model's, of this name and configuration."""
-    if len(text.tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"{data} has a vocabulary of {len(text.tokenizer)}, which does not fit {model} with one of "
-            f"{config.vocab_size}"
-        )
-    check_symbols_of(model, text.tokenizer, data)
 
 
 if __name__ == "__main__":

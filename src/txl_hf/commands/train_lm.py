@@ -38,7 +38,7 @@ from ..command_line import hub_or_folder, one_line_errors
 from ..data.corpora import SPLITS
 from ..data.loading import (
     EVENTS,
-    check_symbols_of,
+    check_vocabulary,
     fill_special_tokens,
     load_config,
     load_language_model,
@@ -300,12 +300,7 @@ def make_config(arguments: Arguments, tokenizer: Any) -> TransfoXLConfig:
             )
         given.setdefault("d_embed", given.get("d_model", config.d_model))
         return TransfoXLConfig(vocab_size=vocab_size, eos_token_id=None, **given)
-    if vocab_size > config.vocab_size:
-        raise ValueError(
-            f"the vocabulary of --data {data.data} has {vocab_size} tokens, but --model_name_or_path {source} has "
-            f"{config.vocab_size}: prepare the text with the tokenizer of the model"
-        )
-    check_symbols_of(source, tokenizer, f"--data {data.data}")
+    check_vocabulary(tokenizer, f"--data {data.data}", source, config)
     for name, value in given.items():
         if name in FREE:
             setattr(config, name, value)

@@ -132,9 +132,16 @@ def has_tokenizer(name: str | Path) -> bool:
         return False
 
 
-def check_symbols_of(model: str | Path, tokenizer: Any, data: Any) -> None:
-    """Raise a ValueError for the first symbol that differs between the tokenizer of a text, `data`, and that of a
-    model, if it has one; either may have more symbols at its end."""
+def check_vocabulary(tokenizer: Any, data: Any, model: str | Path, config: PreTrainedConfig) -> None:
+    """Raise a ValueError unless the symbols of a text, `data`, are those of a model.
+
+    Either tokenizer may have more symbols at its end. Of a model without one only the size is compared.
+    """
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"{data} has a vocabulary of {len(tokenizer)}, which does not fit {model} with one of "
+            f"{config.vocab_size}: prepare the text with the tokenizer of the model"
+        )
     if (trained_with := find_tokenizer(model)) is None:
         return
     symbols, expected = _list_symbols(tokenizer), _list_symbols(trained_with)
