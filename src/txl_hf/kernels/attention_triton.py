@@ -866,6 +866,8 @@ if triton is not None:
         "backward_query": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2)},
         "backward_key": {64: (64, 64, 4, 2), 128: (32, 32, 4, 2)},
     }
+    # For the first Blackwell, where Hopper's tile for heads of 128 would want 256 of 227 KiB. Compiled for sm_100.
+    _BLACKWELL_TILES = _TILES | {"backward_query": {64: (64, 64, 4, 2), 128: (64, 64, 8, 1)}}
     # For GPUs before Hopper and after the first Blackwell: operands of products are in registers, and a program has
     # 99 KiB of shared memory, except on the A100. Compiled for sm_80 and sm_86.
     _REGISTER_TILES = {
@@ -890,7 +892,7 @@ if triton is not None:
     def _tiles(device: torch.device, dtype: torch.dtype) -> dict[str, dict[int, tuple[int, int, int, int]]]:
         if dtype == torch.float32:
             return _FP32_TILES
-        return _TILES if _capability(device)[0] in (9, 10) else _REGISTER_TILES
+        return {9: _TILES, 10: _BLACKWELL_TILES}.get(_capability(device)[0], _REGISTER_TILES)
 
     def _tile(kernel: str, query: Tensor) -> dict[str, int]:
         L, D = query.shape[-2:]
