@@ -8,6 +8,7 @@ First the gate: outputs and gradients of every contender with relative positions
 as eager in the same dtype; nothing is timed if one fails. Then forward, and forward with backward, interleaved:
 
     txl_triton       the kernels (on a GPU)
+    one_backward     the same with one kernel for all gradients (only with --contenders)
     flex_attention   PyTorch's FlexAttention, compiled (on a GPU; on a CPU with --contenders, forward alone)
     auto             what the model does by default: on a CPU the fastest of tiles, eager and sdpa_relative
     sdpa_relative    scaled_dot_product_attention with (b) + (d) as its mask
@@ -63,8 +64,10 @@ def draw(shape, dtype, device, seed=0):
     return [tensor.requires_grad_() for tensor in inputs], normal(B, H, L, D)
 
 
-def relative(implementation):
+def relative(implementation, one_backward_kernel=False):
     def attend(inputs):
+        # Read in the backward pass, which ends before another contender is called.
+        kernels.ONE_BACKWARD_KERNEL = one_backward_kernel
         return relative_attention(*inputs, implementation=implementation)[0]
 
     return attend
@@ -91,6 +94,7 @@ def exact(inputs):
 
 CONTENDERS = {
     "txl_triton": relative("txl_triton"),
+    "one_backward": relative("txl_triton", one_backward_kernel=True),
     "flex_attention": relative("flex_attention"),
     "auto": relative("auto"),
     "sdpa_relative": relative("sdpa"),
@@ -282,7 +286,8 @@ def main(given: list[str] | None = None) -> int:
         return sweep_tiles(arguments)
     wanted = arguments.contenders or DEFAULT[device]
     contenders = list(dict.fromkeys([*wanted, "sdpa"]))
-    if "txl_triton" in contenders:
+    on_triton = {"txl_triton", "one_backward"}
+    if on_triton.intersection(contenders):
         insist_on_triton(device, dtype)
 
     chosen = arguments.shapes or (SHAPES if device == "cuda" else CPU_SHAPES)
@@ -291,7 +296,7 @@ def main(given: list[str] | None = None) -> int:
     wrong = failing(contenders, shapes.values() if arguments.smoke else GATE_SHAPES, device, dtype)
     contenders = [name for name in contenders if name not in wrong]
     origin = harness.origin(device, arguments.dtype, arguments.threads) | harness.versions()
-    origin["triton"] = kernels.triton.__version__ if "txl_triton" in contenders else ""
+    origin["triton"] = kernels.triton.__version__ if on_triton.intersection(contenders) else ""
 
     def keep(rows):
         # A row of the floor from one process beside that of another would be two runs.

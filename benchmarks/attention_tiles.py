@@ -55,7 +55,7 @@ def width_of(shape: tuple[int, ...]) -> int:
 @contextlib.contextmanager
 def use(kernel: str, width: int, tile: tuple[int, int, int, int]):
     """The tile takes the place of the kernel's own, whatever the dtype."""
-    tables = (kernels._TILES, kernels._REGISTER_TILES, kernels._FP32_TILES)
+    tables = (kernels._TILES, kernels._BLACKWELL_TILES, kernels._REGISTER_TILES, kernels._FP32_TILES)
     own = [table[kernel][width] for table in tables]
     for table in tables:
         table[kernel][width] = tile

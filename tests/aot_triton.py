@@ -139,6 +139,7 @@ def main():
     parser.add_argument("--bias", action="store_true")
     parser.add_argument("--documents", action="store_true", help="that begin inside the segment")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--one-backward-kernel", action="store_true", help="for all gradients, in place of two")
     parser.add_argument("--softmax", action="store_true", help="the kernels of the softmax instead of the attention's")
     parser.add_argument("--tile", help="queries,keys,warps,stages of all kernels instead of their own")
     parser.add_argument("--ptx", type=Path, help="folder to leave PTX in")
@@ -159,6 +160,7 @@ def main():
         own_tile, override = kernels._tile, dict(zip(names, map(int, arguments.tile.split(",")), strict=True))
         kernels._tile = lambda *args: own_tile(*args) | override
     torch.use_deterministic_algorithms(arguments.deterministic)
+    kernels.ONE_BACKWARD_KERNEL = arguments.one_backward_kernel
 
     for dtype in arguments.dtypes:
         for width in arguments.widths:

@@ -20,6 +20,7 @@ of [gradient, gradient] from column BLOCK_N - BLOCK_M + 1 + i on. The part of `h
 keys, which has the other part of its rows. One kernel loops as the forward does, for the gradients of queries, rel_key
 and the biases; the other loops over the queries for a block of keys and its values. All programs add to the gradients
 of rel_key and the biases: atomically, or, with PyTorch's deterministic algorithms, in a fixed order into partial sums.
+With `ONE_BACKWARD_KERNEL` the first adds, atomically too, to the gradients of keys and values, and there is no other.
 
 Registers are the limit. Gathers within a warp (shuffles) need an index and two layout conversions for every entry;
 through shared memory, as in `_pieces`, the addresses are constants. The backward kernels compute `low` again instead
@@ -68,6 +69,9 @@ OLDEST_TRITON = (3, 4)
 MOST_PROGRAMS = 65_535
 # Limit of a tile's queries and keys, which tests lower so that short sequences span several tiles.
 LARGEST_TILE = 128
+# Whether one kernel computes all gradients, in 9 products a tile where two have 13. Off until a GPU has timed it
+# (docs/performance-notes.md); with PyTorch's deterministic algorithms there are always two.
+ONE_BACKWARD_KERNEL = False
 
 
 def _why_not(inputs: AttentionInputs) -> str | None:
@@ -538,6 +542,12 @@ if triton is not None:
     # ---------------------------------------------------------------------------------------------- backward
 
     @triton.jit
+    def _add_rows(pointer, tile, rows, inside, D: tl.constexpr):
+        columns = tl.arange(0, tile.shape[1])
+        pointers = pointer + rows[:, None] * D + columns[None, :]
+        tl.atomic_add(pointers, tile, mask=inside[:, None] & (columns < D)[None, :], sem="relaxed")
+
+    @triton.jit
     def _add_distance_gradient(
         gradient, query, d_rel_key, d_rel_bias, first, R, scaling, D: tl.constexpr, PRECISION: tl.constexpr
     ):
@@ -548,14 +558,8 @@ if triton is not None:
             share = tl.sum(gradient.to(tl.float32), 0) * scaling
             tl.atomic_add(d_rel_bias + rows, share, mask=inside, sem="relaxed")
         if d_rel_key is not None:
-            columns = tl.arange(0, query.shape[1])
             share = tl.dot(tl.trans(gradient), query, input_precision=PRECISION) * scaling
-            tl.atomic_add(
-                d_rel_key + rows[:, None] * D + columns[None, :],
-                share,
-                mask=inside[:, None] & (columns < D)[None, :],
-                sem="relaxed",
-            )
+            _add_rows(d_rel_key, share, rows, inside, D)
 
     @triton.jit
     def _add_bias_gradient(pointer, gradient, scaling, D: tl.constexpr):
@@ -581,6 +585,8 @@ if triton is not None:
         d_output,
         delta,
         d_query,
+        d_key,
+        d_value,
         d_rel_key,
         d_content_bias,
         d_position_bias,
@@ -613,7 +619,8 @@ if triton is not None:
         """Blocks of queries of one head: gradients of queries, rel_key and biases, and delta = Σ d_output · output.
 
         Each program takes every num_programs(1)-th block of queries of the batch, in order. With PARTIAL each program
-        adds to sums of its own, else all programs add to the same.
+        adds to sums of its own, else all programs add to the same. `d_key` and `d_value`, where given, are sums of all
+        programs (B, H, K, D) in fp32.
         """
         blocks = tl.cdiv(L, BLOCK_M)
         # Neighbouring programs have different heads, so that programs that run at once add to different sums.
@@ -673,6 +680,8 @@ if triton is not None:
                 k = _load_rows(key_head, j, K, key_strides[2], D, WIDTH)
                 scores = tl.dot(q_content, tl.trans(k), input_precision=PRECISION)
                 if rel_key is not None:
+                    # The rows of `low`: the compiler loads them once where no atomic addition lies between.
+                    relative = _load_rows(rel_key, first + tl.arange(0, BLOCK_N), R, rel_key_strides[1], D, WIDTH)
                     scores += _position_scores(
                         q_position, rel_key, rel_bias, first, R, rel_key_strides[1], D, BLOCK_N, PRECISION
                     )
@@ -683,11 +692,19 @@ if triton is not None:
 
                 v = _load_rows(value_head, j, K, value_strides[2], D, WIDTH)
                 d_probabilities = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
+                weights = probabilities
                 if kept is not None:
                     survives = _bits(kept + pair * L * words, i0, j0, L, words, BLOCK_M, BLOCK_N)
+                    weights = tl.where(survives, probabilities, 0.0)
                     d_probabilities = tl.where(survives, d_probabilities, 0.0) * keep_scale
+                if d_value is not None:
+                    d_v = tl.dot(tl.trans(weights.to(d_out.dtype)), d_out, input_precision=PRECISION) * keep_scale
+                    _add_rows(d_value + pair * K * D, d_v, j, j < K, D)
                 d_scores = probabilities * (d_probabilities - row_delta[:, None])
                 d_scores = d_scores.to(k.dtype)
+                if d_key is not None:
+                    d_k = tl.dot(tl.trans(d_scores), q_content, input_precision=PRECISION) * scaling
+                    _add_rows(d_key + pair * K * D, d_k, j, j < K, D)
                 d_q_content = tl.dot(d_scores, k, d_q_content, input_precision=PRECISION)
 
                 if rel_key is not None:
@@ -699,7 +716,6 @@ if triton is not None:
                     # The other part of the rows of `low` is from the block before.
                     d_low = tl.where(in_low, d_joined, d_joined_before)
                     d_joined_before = d_joined
-                    relative = _load_rows(rel_key, first + tl.arange(0, BLOCK_N), R, rel_key_strides[1], D, WIDTH)
                     d_q_position = tl.dot(d_low, relative, d_q_position, input_precision=PRECISION)
                     _add_distance_gradient(d_low, q_position, d_rel_key, d_rel_bias, first, R, scaling, D, PRECISION)
                     first += BLOCK_N
@@ -850,6 +866,8 @@ if triton is not None:
         "backward_query": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2)},
         "backward_key": {64: (64, 64, 4, 2), 128: (32, 32, 4, 2)},
     }
+    # For the first Blackwell, where Hopper's tile for heads of 128 would want 256 of 227 KiB. Compiled for sm_100.
+    _BLACKWELL_TILES = _TILES | {"backward_query": {64: (64, 64, 4, 2), 128: (64, 64, 8, 1)}}
     # For GPUs before Hopper and after the first Blackwell: operands of products are in registers, and a program has
     # 99 KiB of shared memory, except on the A100. Compiled for sm_80 and sm_86.
     _REGISTER_TILES = {
@@ -874,7 +892,7 @@ if triton is not None:
     def _tiles(device: torch.device, dtype: torch.dtype) -> dict[str, dict[int, tuple[int, int, int, int]]]:
         if dtype == torch.float32:
             return _FP32_TILES
-        return _TILES if _capability(device)[0] in (9, 10) else _REGISTER_TILES
+        return {9: _TILES, 10: _BLACKWELL_TILES}.get(_capability(device)[0], _REGISTER_TILES)
 
     def _tile(kernel: str, query: Tensor) -> dict[str, int]:
         L, D = query.shape[-2:]
@@ -1045,10 +1063,20 @@ if triton is not None:
         d_query, d_key, d_value = _empty_gradients(query, key, value)
         shared = _shared_arguments(*inputs) | _backward_arguments(log_sum, d_output, scaling)
         with torch.cuda.device_of(query):
-            sums = _launch_backward_query(shared, output, d_query, shared_by_batch, needed[3:])
-            if needed[1] or needed[2]:
-                # After the first kernel, because this one reads its delta.
-                _launch_backward_key(shared, d_key, d_value)
+            if ONE_BACKWARD_KERNEL and not torch.are_deterministic_algorithms_enabled():
+                totals = [
+                    torch.zeros(tensor.shape, dtype=torch.float32, device=query.device) if need else None
+                    for tensor, need in zip((key, value), needed[1:3], strict=True)
+                ]
+                sums = _launch_backward_query(shared, output, d_query, shared_by_batch, needed[3:], *totals)
+                for gradient, total in zip((d_key, d_value), totals, strict=True):
+                    if total is not None:
+                        gradient.copy_(total)
+            else:
+                sums = _launch_backward_query(shared, output, d_query, shared_by_batch, needed[3:])
+                if needed[1] or needed[2]:
+                    # After the first kernel, because this one reads its delta.
+                    _launch_backward_key(shared, d_key, d_value)
         return d_query, d_key, d_value, *sums
 
     @relative_attention_backward_op.register_fake
@@ -1066,9 +1094,16 @@ if triton is not None:
         )
 
     def _launch_backward_query(
-        shared: dict, output: Tensor, d_query: Tensor, tensors: Sequence[Tensor | None], needed: list[bool]
+        shared: dict,
+        output: Tensor,
+        d_query: Tensor,
+        tensors: Sequence[Tensor | None],
+        needed: list[bool],
+        d_key: Tensor | None = None,
+        d_value: Tensor | None = None,
     ) -> list[Tensor]:
-        """Fill `d_query` and delta; return the gradients of rel_key and the biases, empty where not needed."""
+        """Fill `d_query` and delta; return the gradients of rel_key and the biases, empty where not needed. Add to
+        `d_key` and `d_value`, sums (B, H, K, D) in fp32, where given."""
         query = shared["query"]
         B, H, L, D = query.shape
         tile = _tile("backward_query", query)
@@ -1088,6 +1123,8 @@ if triton is not None:
             **shared,
             output=output,
             d_query=d_query,
+            d_key=d_key,
+            d_value=d_value,
             d_rel_key=d_rel_key,
             d_content_bias=d_content_bias,
             d_position_bias=d_position_bias,
