@@ -39,6 +39,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -58,7 +59,7 @@ from harness import with_range
 from study import StudyParser, options_that_differ
 from txl_hf.command_line import at_least_zero, one_line_errors
 from txl_hf.commands.recipe import RECIPE, Arguments, read_recipe
-from txl_hf.commands.recipe import parse_arguments as training_arguments
+from txl_hf.commands.recipe import parse_arguments as parse_training
 from txl_hf.commands.report import PRECISIONS
 from txl_hf.evaluation.cards import RESULTS
 from txl_hf.files import write_text
@@ -73,6 +74,8 @@ took with all threads and nothing else running: half an hour where the first rec
 machine. Behind ± is half of what lies between the lowest and the highest seed. The commands are those of each
 contender's first seed, without `python examples/` in front."""
 KINDS = ("static", "dynamic", "cache", "both")
+# transformers' HfArgumentParser writes to the fields of the classes that it reads.
+PARSING = threading.Lock()
 # How often it is a contender's turn to be timed, and by how many steps, behind some that are slower. Of each step the
 # fastest turn counts: a virtual machine's neighbours only slow it down, and may do so in most of a contender's turns.
 TURNS, TIMED, UNTIMED = 5, 25, 5
@@ -329,6 +332,12 @@ def main(argv: list[str] | None = None):
                 harness.append(options.output / "rows.csv", rows_of(trained[job], threads))
                 write_text(options.output / "README.md", page(harness.read(options.output / "rows.csv")))
         print((options.output / "README.md").read_text(encoding="utf-8"))
+
+
+def training_arguments(options: list[str]) -> Arguments:
+    """The settings of `txl-train` by these options."""
+    with PARSING:
+        return parse_training(options)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -61,7 +61,7 @@ LIMITS = {
     "functions of a forward": (57, 60),
     "modules of a forward": (8, 8),
     "lines of a forward": (913, 1_000),
-    "lines of the longest module": (937, 1_050),
+    "lines of the longest module": (938, 1_050),
     "lines of the longest function": (57, 60),
     "private methods of others overridden": (14, 15),
     "assignments into other libraries": (0, 0),

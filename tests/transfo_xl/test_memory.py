@@ -1275,7 +1275,7 @@ def test_under_autocast_the_memory_is_in_its_type_and_nothing_else_changes(
         return outputs.mems
 
     def as_they_entered(outputs, mems):
-        assert {states.dtype for states in outputs.hidden_states} == {dtype}
+        assert {states.dtype for states in outputs.hidden_states[:-1]} == {dtype}
         entered = [states.detach().float() for states in outputs.hidden_states[:-1]]
         before = mems or [states[:, :0] for states in entered]
         return tuple(torch.cat(pair, dim=1)[:, -mem_len:] for pair in zip(before, entered, strict=True))

@@ -564,7 +564,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             with torch.set_grad_enabled(torch.is_grad_enabled() and not detach_mems):
                 new_mems, new_mask = segment.remember(memory, entered)
         return TransfoXLModelOutput(
-            last_hidden_state=OPERATORS.dropout(self.output_dropout, hidden_states),
+            # In the type in which they entered, which a head outside of autocast takes.
+            last_hidden_state=OPERATORS.dropout(self.output_dropout, hidden_states.to(embeds.dtype)),
             mems=new_mems,
             **{CACHE_NAME: cache},
             mems_mask=new_mask,
