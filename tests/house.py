@@ -53,14 +53,14 @@ FLAT = {
 }
 # (limit, goal). Of the goal of the library, 2,200 are for memory files, GPUs, Conformers and agents.
 LIMITS = {
-    "lines of the library": (19_465, 19_700),
+    "lines of the library": (19_466, 19_700),
     "lines of installed programs": (1_021, 1_100),
     "flat modules": (7, 12),
     "files of the Hub set": (13, 13),
-    "lines of the Hub set": (5_192, 5_200),
+    "lines of the Hub set": (5_193, 5_200),
     "functions of a forward": (57, 60),
     "modules of a forward": (8, 8),
-    "lines of a forward": (913, 1_000),
+    "lines of a forward": (914, 1_000),
     "lines of the longest module": (938, 1_050),
     "lines of the longest function": (57, 60),
     "private methods of others overridden": (14, 15),
