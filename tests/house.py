@@ -5,8 +5,8 @@
 A limit that is above its goal may only fall: lower it in the commit that gets below it.
 
 Programs are folders of examples/ that pyproject.toml installs with the package, each as `txl_hf.<name>`. Their lines
-are counted apart from the library's; every other figure covers both. They import any wing; no wing imports them, and
-only `commands` starts them.
+are counted apart from the library's; every other figure covers both. They import any wing but `commands`, which alone
+starts them, by name.
 """
 
 import ast
@@ -33,7 +33,7 @@ PROGRAMS = {
     for name, folder in FOLDERS.items()
     if folder.startswith("examples/") and (ROOT / folder / "__init__.py").exists()
 }
-# From the lowest to the highest; those of one row do not import one another, but as ALSO says.
+# From the lowest to the highest; those of one row do not import one another.
 WINGS = [
     {"transfo_xl"},
     {"kernels", "legacy", "data"},
@@ -53,8 +53,8 @@ FLAT = {
 }
 # (limit, goal). Of the goal of the library, 2,200 are for memory files, GPUs, Conformers and agents.
 LIMITS = {
-    "lines of the library": (19_466, 19_700),
-    "lines of installed programs": (1_021, 1_100),
+    "lines of the library": (19_480, 19_700),
+    "lines of installed programs": (1_027, 1_100),
     "flat modules": (7, 12),
     "files of the Hub set": (13, 13),
     "lines of the Hub set": (5_193, 5_200),

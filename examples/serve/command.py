@@ -15,6 +15,7 @@ import argparse
 import errno
 import os
 import socket
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -29,6 +30,7 @@ from txl_hf.command_line import (
     positive,
 )
 from txl_hf.data.loading import find_device, is_midi_tokenizer, load_config, load_language_model
+from txl_hf.transfo_xl.cache_transfo_xl import CACHE_NAME
 
 # Names of a language model in configurations, those of old checkpoints too.
 LANGUAGE_MODELS = {"TransfoXLForCausalLM", "TransfoXLLMHeadModel"}
@@ -105,8 +107,8 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
 
 def load_start(path: str | os.PathLike, model: TransfoXLForCausalLM) -> MemoryCache:
     """The memory of a file. Raises a ValueError if texts cannot continue from it."""
-    # Its one entry, under the name that `generate` of this version of transformers has for a cache, or `mems`.
-    cache, mem_len = next(iter(load_memory(path, model).values())), model.config.mem_len
+    cache: Any = load_memory(path, model).get(CACHE_NAME)
+    mem_len = model.config.mem_len
     layers = cache.layers if isinstance(cache, MemoryCache) else []
     if not layers or len(layers[0].keys) != 1 or layers[0].get_max_length() <= mem_len:
         raise ValueError(
@@ -114,3 +116,7 @@ def load_start(path: str | os.PathLike, model: TransfoXLForCausalLM) -> MemoryCa
             "use_cache=True returned"
         )
     return cache
+
+
+if __name__ == "__main__":
+    main()

@@ -102,7 +102,8 @@ def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
             # The OSError of a failed write has no file name.
             error.filename = error.filename or os.fspath(folder)
             raise
-        if not any(words in str(error) for words in _REFUSED_WRITES):
+        # A ValueError is of what was read.
+        if isinstance(error, ValueError) or not any(words in str(error) for words in _REFUSED_WRITES):
             raise
         reason = " ".join(str(error).split())
         raise OSError(f"{folder} cannot be written, as on a disk that is full ({reason})") from error

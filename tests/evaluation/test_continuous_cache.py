@@ -104,7 +104,7 @@ class Widths(TorchDispatchMode):
 
 
 def test_within_autocast_states_are_compared_in_fp32(make_model, make_ids):
-    """Under autocast only products are in bf16, so a cache compares fp32 states."""
+    """The last states of a model are in fp32 under autocast too."""
     model, ids, cache = make_model(mem_len=100), make_ids(1, 50, vocab_size=12)[0], ContinuousCache(100, 0.9, 1.0)
     with torch.autocast("cpu", torch.bfloat16):
         states, log_probs = states_of(model, ids)

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from txl_hf import TransfoXLTokenizer
-from txl_hf.legacy.unpickle import StandIn, UnsafePickleError, load
+from txl_hf.legacy.unpickle import UnsafePickleError, load
 from txl_hf.legacy.vocabulary import read_vocab_pickle
 
 # No attribute is ever set and nothing is called. Python would change its own classes for all, or call `int`.
@@ -33,22 +33,30 @@ def test_nothing_is_set_and_nothing_called(name, tmp_path):
 
 
 def test_codes_that_the_process_gave_to_objects_lead_nowhere(tmp_path):
-    """And keep their meaning for others."""
+    """Nothing is read, and they keep their meaning for others."""
     path, codes = tmp_path / "file.pkl", [("os", "system", 0xF0), ("collections", "Counter", 0xF1)]
     programs = [b"\x80\x02\x82\xf0.", b"\x80\x02\x82\xf1."]
     for code in codes:
         copyreg.add_extension(*code)
     try:
         assert [pickle.loads(program) for program in programs] == [os.system, collections.Counter]
-        path.write_bytes(programs[0])
-        with pytest.raises(UnsafePickleError, match="it holds os.system, which is no part of a checkpoint"):
-            load(path)
-        path.write_bytes(programs[1])
-        assert issubclass(load(path), StandIn)
+        for program in programs:
+            path.write_bytes(program)
+            with pytest.raises(UnsafePickleError, match="codes for classes .* read it in another process"):
+                load(path)
         assert [pickle.loads(program) for program in programs] == [os.system, collections.Counter]
     finally:
         for code in codes:
             copyreg.remove_extension(*code)
+    with pytest.raises(UnsafePickleError, match="unregistered extension code"):
+        load(path)
+
+
+def test_a_name_as_long_as_a_file_is_not_repeated(tmp_path):
+    (tmp_path / "file.pkl").write_bytes(b"\x80\x02cutils\n" + b"a" * 1_000_000 + b"\n.")
+    with pytest.raises(UnsafePickleError, match="it holds utils.aaa") as error:
+        load(tmp_path / "file.pkl")
+    assert len(str(error.value)) < 300
 
 
 def test_a_symbol_that_is_no_text_is_named_by_its_type(tmp_path):

@@ -94,3 +94,7 @@ def generate(options: argparse.Namespace) -> None:
     Conversations(model, limit=0).generate(ids.to(device), seed=options.seed, **given)
     reply.end()
     write("\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -352,3 +352,7 @@ def locked_output(output: Path, resume: bool) -> Iterator[None]:
         check_output(output, resume)
         remove_unfinished(output, files=True)
         yield
+
+
+if __name__ == "__main__":
+    main()

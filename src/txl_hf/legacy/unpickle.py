@@ -8,7 +8,8 @@ hold none are refused.
 
 The unpickler calls `__setstate__` of an object and sets attributes only where there is none. So all that a pickle can
 get hold of is of Python's plain types, which have no attributes, or derived from [`Inert`]. Beyond that the files are
-not guarded against: a small one can take much memory or time, as with `pickle.load`.
+not guarded against: as with `pickle.load`, a small one can take much memory or time, or end the process by a key that
+is nested too deeply.
 
 Three formats are read: a bare pickle (`vocab.pkl`, `cache.pkl`), the zip archives of torch >= 1.6, and the
 concatenated pickles that torch wrote before.
@@ -28,6 +29,7 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle in a file of torch < 1.6
 LEGACY_PROTOCOL = 1001
+LONGEST_NAME = 200  # of a module and a class
 
 # The classes and functions that the originals' files name: by module or, because copies of the originals' sources lie
 # elsewhere, by the last part of the module or the class's name.
@@ -155,12 +157,19 @@ class Reader(pickle.Unpickler):
     }
 
     def __init__(self, file: BinaryIO):
+        if copyreg._extension_registry:  # type: ignore[attr-defined]
+            # The unpickler would take the objects of these codes from a cache that all unpicklers share.
+            raise UnsafePickleError(
+                "this process has codes for classes (copyreg.add_extension), by which a pickle would reach them: read "
+                "it in another process"
+            )
         super().__init__(file, encoding="latin1")  # strings of Python 2, see `repair_symbols`
 
     def find_class(self, module: str, name: str) -> type[StandIn]:
         module = "builtins" if module == "__builtin__" else module
         path = f"{module}.{name}"
-        if "." in name or not (path in self.builders or self.known.fullmatch(path)):
+        known = len(path) <= LONGEST_NAME and (path in self.builders or self.known.fullmatch(path))
+        if "." in name or not known:
             raise UnsafePickleError(
                 f"it holds {shown(module)}.{shown(name)}, which is no part of a checkpoint or vocabulary; nothing was "
                 "run"
@@ -185,9 +194,6 @@ def load(path: str | os.PathLike, reader: Callable[[BinaryIO], Reader] = Reader)
         UnsafePickleError: in one line that names the file, why it has none of the three formats, or what is refused.
     """
     path = Path(path)
-    # Here other unpicklers of the process keep the real objects of codes (`copyreg.add_extension`), and this one would
-    # leave its own for them.
-    copyreg.clear_extension_cache()
     with path.open("rb") as file:
         begin = file.peek(4)
         if not begin:
@@ -196,15 +202,13 @@ def load(path: str | os.PathLike, reader: Callable[[BinaryIO], Reader] = Reader)
             return _load_archive(file, reader) if begin.startswith(b"PK\x03\x04") else _load_stream(file, reader)
         except UnsafePickleError as error:
             raise UnsafePickleError(f"{path.name}: {error}") from None
-        except zipfile.BadZipFile as error:  # its directory is at the end
+        except (zipfile.BadZipFile, NotImplementedError) as error:  # its directory is at the end
             raise UnsafePickleError(
                 f"{path.name} is truncated or damaged ({error}): copy or download it again"
             ) from None
         except Exception as error:  # damaged bytes make the standard readers fail in a dozen ways
             reason = " ".join(f"{type(error).__name__}: {shown(str(error))}".split())
             raise UnsafePickleError(f"{path.name} cannot be read as a pickle ({reason})") from None
-        finally:
-            copyreg.clear_extension_cache()
 
 
 def _load_archive(file: BinaryIO, reader: Callable[[BinaryIO], Reader]) -> Any:

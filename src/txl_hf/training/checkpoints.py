@@ -30,7 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..files import MANIFEST_NAME, UNFINISHED_PREFIX, move_into_place, write_text
-from ..legacy.unpickle import Dictionary, Reader, UnsafePickleError, load
+from ..legacy.unpickle import Dictionary, Reader, UnsafePickleError
 from .memory import MEMS_NAME, read_position
 
 logger = logging.get_logger(__name__)
@@ -209,7 +209,8 @@ def _check_readable(path: Path, name: str):
                 # On "meta" only the structure is read.
                 torch.load(path, map_location="meta", weights_only=True)
         elif path.name.endswith(".metadata"):
-            load(path, _ShardsReader)
+            with path.open("rb") as file:
+                _ShardsReader(file).load()
     except OSError:
         raise
     except Exception as error:

@@ -120,7 +120,7 @@ class AdaptiveEmbedding(nn.Module):
             inside = place.clamp(0, end - start - 1)
             # Masked before the projection, where the tensor is narrower, because without a bias zeros stay zeros.
             parts.append(project(embed(inside).masked_fill((place != inside)[..., None], 0)))
-        # Under autocast the projections return a narrower type than the hidden states have.
+        # Under autocast the projections return a narrower type than the embeddings have.
         return reduce(torch.add, parts).to(dtype) * self.scale
 
 

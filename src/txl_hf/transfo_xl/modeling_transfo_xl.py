@@ -321,7 +321,7 @@ class TransfoXLLayer(GradientCheckpointingLayer):
             attended = self.self_attn(queries, context, None, distances, segment, state)[0]
             hidden_states = _join(hidden_states, attended, self.self_attn_gate)
             return _join(hidden_states, self.mlp(self.mlp_layer_norm(hidden_states)), self.mlp_gate)
-        # Under autocast a norm returns fp32, but the states keep the type of products, as in a model of that type.
+        # A norm under autocast of a GPU returns fp32, but the states keep the type of products.
         dtype = hidden_states.dtype
         attended = self.self_attn(hidden_states, hidden_states, memory, distances, segment, state)[0]
         hidden_states = self.self_attn_layer_norm(hidden_states + attended).to(dtype)
@@ -445,7 +445,7 @@ class VectorEmbedding(nn.Linear):
     """From vectors of any floating-point type, (B, L, F), to the first layer's input, (B, L, D)."""
 
     def forward(self, vectors: Tensor) -> Tensor:
-        # Under autocast a product returns a narrower type than the hidden states have.
+        # Under autocast a product returns a narrower type than the embeddings have.
         return super().forward(vectors.to(self.weight.dtype)).to(self.weight.dtype)
 
 
