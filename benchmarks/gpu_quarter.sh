@@ -9,7 +9,7 @@
 #
 # The first number of a step is after how many seconds it is stopped; those of a plan add up to at most 585. With DRY=1
 # the steps are printed and not run. Besides the tree it needs torch with CUDA, triton, transformers and accelerate;
-# wheels of pytorch_optimizer (A) and of datasets with what it needs (B) in .whl, and for B data/ptb, which
+# wheels of pytorch_optimizer (A, B) and of datasets with what it needs (B) in .whl, and for B data/ptb, which
 # `txl-prepare --corpus ptb` writes: 6 MiB together.
 set -u
 cd "$(dirname "$0")/.."

@@ -42,7 +42,7 @@ LENGTHS = {
     "CONTRIBUTING.md": (140, 13),
 }
 LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("README", "reading", "memory_length", "parts")}
-LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("statistics", "schedules", "long_memory")}
+LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("statistics", "schedules", "long_memory", "penn_scaled")}
 
 # Each page by itself, in a folder of its own; imports are paid for once. A block of text behind a block of Python is
 # its output, which is compared, or written with TXL_WRITE_OUTPUTS=1 in the environment.
