@@ -9,7 +9,7 @@
 #
 # The first number of a step is after how many seconds it is stopped; those of a plan add up to at most 585. With DRY=1
 # the steps are printed and not run. Besides the tree it needs torch with CUDA, triton, transformers and accelerate;
-# wheels of pytorch_optimizer (A) and of datasets with what it needs (B) in .whl, and for B data/ptb, which
+# wheels of pytorch_optimizer (A, B) and of datasets with what it needs (B) in .whl, and for B data/ptb, which
 # `txl-prepare --corpus ptb` writes: 6 MiB together.
 set -u
 cd "$(dirname "$0")/.."
@@ -38,7 +38,7 @@ conformer() {
     step "$1" "$PYTHON" benchmarks/conformer.py --device cuda --dtype bf16 --output "$OUT/conformer.csv" "${@:2}"
 }
 train() {
-    step "$1" "$PYTHON" examples/train_lm.py examples/recipes/ptb.yaml --data data/ptb "${@:2}"
+    step "$1" "$PYTHON" examples/train_lm.py "examples/recipes/$2.yaml" --data data/ptb "${@:3}"
 }
 
 [ -n "${DRY:-}" ] || mkdir -p "$OUT"
@@ -57,15 +57,13 @@ kernels)
     model 40 decode-nvidia-base-640-b32 ours-graph
     model 40 evaluate-nvidia-base-640-b1 ours
     model 40 train-wikitext2-b32 ours-txl_triton-graphs
-    train 50 --output runs/ptb-begun --max_steps 1500 --logging_steps 100
+    train 50 ptb --output runs/ptb-begun --max_steps 1500 --logging_steps 100
     ;;
 tests)
     step 150 "$PYTHON" -m pytest -q -p no:cacheprovider -m "gpu and not slow" tests/kernels tests/transfo_xl
     ;;
 train)
-    # By rows and rate of today's measured speed; the recipe as it is published takes 238,700 steps of 10 rows.
-    train 585 --output "$RUN" --batch_size 40 --max_steps 31000 --learning_rate 6e-4 --warmup_steps 1500 \
-        --average ema --average_start 21000 --save_steps 4000 --eval_steps 1000000 --resume
+    train 585 ptb_quarter --output "$RUN" --resume
     ;;
 weights)
     step 60 "$PYTHON" -c '

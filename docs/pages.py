@@ -23,6 +23,7 @@ PAGES = {
     "examples/results/statistics.md": "results-statistics.md",
     "examples/results/parts.md": "results-parts.md",
     "examples/results/schedules.md": "results-schedules.md",
+    "examples/results/penn_scaled.md": "results-penn-scaled.md",
     "examples/results/music/README.md": "music-results.md",
     "examples/results/paper/README.md": "paper.md",
     "examples/results/agents/repeat_previous_medium/README.md": "agent-medium.md",

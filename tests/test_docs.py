@@ -42,6 +42,7 @@ LENGTHS = {
 }
 LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("README", "reading", "memory_length", "parts")}
 LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("statistics", "schedules", "long_memory")}
+LENGTHS |= {"examples/results/penn_scaled.md": (50, 5)}
 
 # Each page by itself, in a folder of its own; imports are paid for once. A block of text behind a block of Python is
 # its output, which is compared, or written with TXL_WRITE_OUTPUTS=1 in the environment.

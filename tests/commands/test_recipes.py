@@ -25,6 +25,7 @@ PUBLISHED = {
     "wt103_base": 151, "wt103_large": 285, "enwik8_base": 41, "enwik8_medium": 88, "enwik8_large": 277,
     "text8_large": 277, "wt103_ablation": 129, "lm1b_ablation": 271,
     "lm1b_base": 358, "lm1b_large": 838, "ptb": 24.04 + 16 * 0.38**2, "ptb_average": 24.04 + 16 * 0.38**2,
+    "ptb_quarter": 24.04 + 16 * 0.38**2,
     "wikitext2": 37.7, "nvidia_base": 192, "nvidia_large": 247 + 38.3,
 }  # fmt: skip
 VOCABULARIES = {
@@ -66,7 +67,8 @@ def test_a_trial_says_that_its_folder_is_gone(capsys):
 # Of each kind of text and of softmax there is another one in the quick suite: a trial shrinks what has a size.
 SIBLINGS = {
     "enwik8_medium", "enwik8_large", "text8_large", "lm1b_large", "lm1b_ablation", "wt103_large", "wt103_ablation",
-    "nvidia_large", "ptb", "wikitext2_small", "words_small", "enwik8_base", "wikipedia_small", "wikitext2",
+    "nvidia_large", "ptb", "ptb_quarter", "wikitext2_small", "words_small", "enwik8_base", "wikipedia_small",
+    "wikitext2",
 }  # fmt: skip
 
 

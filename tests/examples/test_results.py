@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 RESULTS = Path(__file__).parents[2] / "examples" / "results"
-STUDIES = ("reading", "memory_length", "long_memory", "statistics", "parts", "schedules")
+STUDIES = ("reading", "memory_length", "long_memory", "statistics", "parts", "schedules", "penn_scaled")
 CHARACTERS = ("wikipedia-long", "warandpeace", "characters")
 # What makes runs the same but for their seed.
-KEYS = ("text", "contender", "kind", "reading", "model", "memory_length", "streams")
+KEYS = ("text", "contender", "kind", "reading", "model", "memory_length", "streams", "average", "epochs")
 
 
 def figures_of(page: str) -> set[str]:
