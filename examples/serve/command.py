@@ -29,7 +29,7 @@ from txl_hf.command_line import (
     one_line_errors,
     positive,
 )
-from txl_hf.data.loading import find_device, is_midi_tokenizer, load_config, load_language_model
+from txl_hf.data.loading import check_writes_text, find_device, load_config, load_language_model
 from txl_hf.transfo_xl.cache_transfo_xl import CACHE_NAME
 
 # Names of a language model in configurations, those of old checkpoints too.
@@ -90,8 +90,7 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
     config = load_config(options.model, "model")
     if (known := config.architectures) and not LANGUAGE_MODELS.intersection(known):
         raise ValueError(f"model {options.model} is a {known[0]}, and no language model, which alone writes")
-    if is_midi_tokenizer(options.model):
-        raise ValueError(f"model {options.model} writes music: use examples/music/generate.py of the repository")
+    check_writes_text(options.model)
     device = find_device(options.device)
     model = load_language_model(options.model, dtype=options.dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)

@@ -111,7 +111,7 @@ def one_line_errors() -> Iterator[None]:
 
 def _how_to_install(module: str) -> str:
     if module.startswith("txl_hf."):
-        # A program of examples, which is missing where `src` is on the path alone, or was installed before it came.
+        # A program of examples/: missing if only `src` is on the path, or if the editable install is older than it.
         return ": pip install -e . in the folder of the clone"
     requirement = REQUIREMENTS.get(module.partition(".")[0])
     if requirement is None:

@@ -102,7 +102,7 @@ def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
             # The OSError of a failed write has no file name.
             error.filename = error.filename or os.fspath(folder)
             raise
-        # A ValueError is of what was read.
+        # A ValueError is raised for contents that were read, not for a write that failed.
         if isinstance(error, ValueError) or not any(words in str(error) for words in _REFUSED_WRITES):
             raise
         reason = " ".join(str(error).split())

@@ -27,7 +27,7 @@ from ..command_line import (
     one_line_errors,
     positive,
 )
-from ..data.loading import find_device, is_midi_tokenizer, load_config, load_language_model, load_tokenizer
+from ..data.loading import check_writes_text, find_device, load_config, load_language_model, load_tokenizer
 from ..integrations.conversations import Conversations, Reply
 
 SAMPLING = ("temperature", "top_k", "top_p")
@@ -74,8 +74,7 @@ def read_prompt(options: argparse.Namespace) -> str:
 def generate(options: argparse.Namespace) -> None:
     """Print the prompt and the text that the model generates."""
     load_config(options.model, "model")
-    if is_midi_tokenizer(options.model):
-        raise ValueError(f"model {options.model} writes music: use examples/music/generate.py of the repository")
+    check_writes_text(options.model)
     # With `add_eos_token` a model of sentences would read the token that ends a sentence behind the prompt.
     tokenizer = load_tokenizer(options.model, add_eos_token=False)
     prompt = read_prompt(options)

@@ -91,6 +91,12 @@ def is_midi_tokenizer(folder: Path | str) -> bool:
         return False
 
 
+def check_writes_text(name: str) -> None:
+    """Raise a ValueError for a model whose tokenizer is of MidiTok."""
+    if is_midi_tokenizer(name):
+        raise ValueError(f"model {name} writes music: use examples/music/generate.py of the repository")
+
+
 def load_midi_tokenizer(folder: Path | str) -> "MusicTokenizer":
     """The tokenizer in a folder, of any of MidiTok's classes. Raises a ValueError if there is none."""
     import miditok

@@ -157,8 +157,9 @@ class Reader(pickle.Unpickler):
     }
 
     def __init__(self, file: BinaryIO):
+        # The unpickler would take the objects of these codes from a cache that all unpicklers share. The registry has
+        # no public name, so mypy does not know it.
         if copyreg._extension_registry:  # type: ignore[attr-defined]
-            # The unpickler would take the objects of these codes from a cache that all unpicklers share.
             raise UnsafePickleError(
                 "this process has codes for classes (copyreg.add_extension), by which a pickle would reach them: read "
                 "it in another process"
@@ -202,7 +203,8 @@ def load(path: str | os.PathLike, reader: Callable[[BinaryIO], Reader] = Reader)
             return _load_archive(file, reader) if begin.startswith(b"PK\x03\x04") else _load_stream(file, reader)
         except UnsafePickleError as error:
             raise UnsafePickleError(f"{path.name}: {error}") from None
-        except (zipfile.BadZipFile, NotImplementedError) as error:  # its directory is at the end
+        # The directory is at the end of an archive; a damaged one may name a version of zip that does not exist.
+        except (zipfile.BadZipFile, NotImplementedError) as error:
             raise UnsafePickleError(
                 f"{path.name} is truncated or damaged ({error}): copy or download it again"
             ) from None
