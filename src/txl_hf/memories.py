@@ -1,6 +1,7 @@
-"""A memory on its way from one call to the next: taken from the outputs, cut, copied, masked.
+"""A memory between two calls: taken from the outputs, changed, as named tensors.
 
-It is a dict of arguments of the next call, `mems` and `mems_mask` as `TransfoXLModel` returns them; {}: none.
+It is a dict of arguments of the next call, `mems` and `mems_mask` as `TransfoXLModel` returns them; {}: none. Loops
+that train, evaluate or write files pass it on, and this module changes its tensors.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from .transfo_xl.masks_transfo_xl import can_look
+
+# Name of the mask in a file.
+MASK = "mask"
 
 
 def memory_of(outputs: Mapping[str, Any], compiled: bool = False) -> dict[str, Any]:
@@ -25,22 +29,63 @@ def memory_of(outputs: Mapping[str, Any], compiled: bool = False) -> dict[str, A
     return {"mems": mems, "mems_mask": real_states(mems, mems_mask) if is_asked else mems_mask}
 
 
+def map_memory(memory: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The memory with each tensor changed: the states of a layer, (B, m, D), and their mask, (B, m) bool."""
+    if not memory:
+        return {}
+    mask = memory.get("mems_mask")
+    return {"mems": tuple(map(change, memory["mems"])), "mems_mask": None if mask is None else change(mask)}
+
+
 def latest_states(memory: dict[str, Any], mem_len: int) -> dict[str, Any]:
     """The last `mem_len` states, which is all that a shorter memory holds."""
     if memory.get("mems") is None or memory["mems"][0].shape[1] <= mem_len:
         return memory
-    return _changed(memory, lambda tensor: tensor[:, -mem_len:]) if mem_len > 0 else {}
+    return map_memory(memory, lambda tensor: tensor[:, -mem_len:]) if mem_len > 0 else {}
+
+
+def repeat_rows(memory: dict[str, Any], rows: int) -> dict[str, Any]:
+    """The memory of one text, (1, m, D), for `rows` texts that continue it."""
+    return map_memory(memory, lambda tensor: tensor.expand(rows, *tensor.shape[1:]))
+
+
+def cast_states(memory: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The memory with states of another floating-point type."""
+    return memory | {"mems": tuple(states.to(dtype) for states in memory["mems"])}
 
 
 def cloned_states(memory: dict[str, Any]) -> dict[str, Any]:
     """The memory in tensors of its own, because a captured graph writes its outputs to the same place at every
     step."""
-    return _changed(memory, torch.clone) if memory else memory
+    if len({states.device for states in memory.get("mems", ())}) != 1:
+        return map_memory(memory, torch.clone)
+    # The states of all layers by one launch.
+    mask = memory["mems_mask"]
+    return {"mems": torch.stack(memory["mems"]).unbind(), "mems_mask": None if mask is None else mask.clone()}
 
 
-def _changed(memory: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+def named_tensors(memory: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+    """The tensors of a memory as a file holds them: the states by prefix and number of the layer, and `mask`, if there
+    is one."""
+    tensors = {f"{prefix}{layer}": states for layer, states in enumerate(memory.get("mems") or ())}
     mask = memory.get("mems_mask")
-    return {"mems": tuple(map(change, memory["mems"])), "mems_mask": None if mask is None else change(mask)}
+    return tensors if mask is None else tensors | {MASK: mask}
+
+
+def memory_of_tensors(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Any]:
+    """The memory of `named_tensors`; {} where there are none."""
+    mems = tuple(tensors[f"{prefix}{layer}"] for layer in range(len(tensors.keys() - {MASK})))
+    return {"mems": mems, "mems_mask": tensors.get(MASK)} if mems else {}
+
+
+def with_mask(memory: dict[str, Any]) -> dict[str, Any]:
+    """The memory with a mask, of True where it had none."""
+    return memory | {"mems_mask": real_states(**memory)}
+
+
+def hide_overflow(memory: dict[str, Any]) -> dict[str, Any]:
+    """The memory with the mask of `mask_overflow`."""
+    return memory | {"mems_mask": mask_overflow(**memory)}
 
 
 def real_states(mems: tuple[Tensor, ...], mems_mask: Tensor | None = None) -> Tensor:

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 pytest.importorskip("accelerate")
 
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -64,7 +65,7 @@ from txl_hf.kernels import captured
 from txl_hf.memories import memory_of
 from txl_hf.training.arguments import TransfoXLTrainingArguments
 from txl_hf.training.checkpoints import last_checkpoint
-from txl_hf.training.memory import read_position
+from txl_hf.training.memory import MEMS_NAME, read_position
 from txl_hf.training.trainer import check_special_tokens
 
 CPU_0 = "Trainer loads an optimizer to cpu:0 here, which torch refuses"
@@ -1000,8 +1001,9 @@ def test_at_the_end_of_an_epoch_nothing_is_remembered(tmp_path):
     for stream in (TokenStream(make_text(261), 5, 4), text_stream(make_text(301), 5, 4)):
         make_trainer(tmp_path, stream=stream, max_steps=27, save_strategy="epoch").train()
         for step, epoch in ((13, 1), (26, 2)):
-            position, layers = read_position(tmp_path / f"checkpoint-{step}")
-            assert (position["epoch"], position["step"], layers) == (epoch, 0, 0)
+            position = read_position(tmp_path / f"checkpoint-{step}")
+            assert (position["epoch"], position["step"]) == (epoch, 0)
+            assert load_file(tmp_path / f"checkpoint-{step}" / MEMS_NAME) == {}
 
 
 def test_epochs_that_a_callback_ends(tmp_path):
@@ -1027,8 +1029,9 @@ def test_an_epoch_that_a_callback_ended_is_over_for_its_checkpoint(tmp_path):
 
     whole = train("whole")
     train("stopped", should_training_stop=3)
-    position, layers = read_position(tmp_path / "stopped" / "checkpoint-3")
-    assert (position["epoch"], position["step"], layers) == (1, 0, 0)
+    position = read_position(tmp_path / "stopped" / "checkpoint-3")
+    assert (position["epoch"], position["step"]) == (1, 0)
+    assert load_file(tmp_path / "stopped" / "checkpoint-3" / MEMS_NAME) == {}
     assert train("stopped", resume=True) == whole
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..files import disk_errors, is_repo_id, name_of, whole_file
+from ..memories import memory_of_tensors, named_tensors
 from ..transfo_xl.attention_transfo_xl import OPERATORS
 from ..transfo_xl.cache_transfo_xl import (
     CACHE_NAME,
@@ -30,7 +31,7 @@ from ..transfo_xl.cache_transfo_xl import (
 )
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 
-FORMAT = "1"
+FORMAT, PREFIX = "1", "mems."
 CACHES = ("MemoryCache", "StaticMemoryCache")
 # Configuration fields that the states of a text depend on. Sizes are left out, because the weights' shapes show them,
 # and the lengths that each call may choose.
@@ -114,13 +115,11 @@ def save_memory(path: str | os.PathLike, model: PreTrainedModel, outputs: Mappin
         OSError: the file cannot be written.
     """
     given = outputs if isinstance(outputs, Mapping) else {}
-    cache, mems = chosen_cache(given.get("past_key_values"), given.get("cache")), given.get("mems")
+    cache = chosen_cache(given.get("past_key_values"), given.get("cache"))
     if cache is not None:
         held = HeldCache.of(cache)
-    elif mems is not None:
-        tensors = {f"mems.{i}": states for i, states in enumerate(mems)}
-        mask = given.get("mems_mask")
-        held = HeldCache("mems", {}, tensors if mask is None else tensors | {"mask": mask})
+    elif tensors := named_tensors(given, PREFIX):
+        held = HeldCache("mems", {}, tensors)
     else:
         raise ValueError(
             f"outputs, a {type(outputs).__name__}, hold neither mems nor past_key_values: give what the model "
@@ -169,8 +168,7 @@ def load_memory(path: str | os.PathLike, model: PreTrainedModel) -> dict[str, An
         )
     tensors = {name: tensor.to(model.device, copy=True) for name, tensor in tensors.items()}
     if record["kind"] == "mems":
-        mask = tensors.pop("mask", None)
-        return {"mems": tuple(tensors[f"mems.{i}"] for i in range(len(tensors))), "mems_mask": mask}
+        return memory_of_tensors(tensors, PREFIX)
     return {CACHE_NAME: HeldCache(record["kind"], record["counts"], tensors).restore(model.config)}
 
 

@@ -19,6 +19,7 @@ from ..data.loading import ends_lines, load_tokenizer
 from ..data.streams import check_sizes
 from ..data.texts import encode_text
 from ..evaluation.language_model import evaluate_language_model
+from ..memories import memory_of, repeat_rows
 
 # Logits of the rows that are read side by side: 256 MiB, and three times that while they are computed.
 MOST_LOGITS = 1 << 26
@@ -133,13 +134,13 @@ class TransfoXLLM(HFLM):
         return [self.prefix_token_id]
 
     @torch.no_grad()
-    def _read(self, token_ids: list[int]) -> tuple[Tensor, ...] | None:
-        """The memory after some tokens, without the last `ext_len`, to be read again; None where there is none yet."""
-        mems = None
+    def _read(self, token_ids: list[int]) -> dict[str, Any]:
+        """The memory after some tokens, without the last `ext_len`, to be read again; {} where there is none yet."""
+        memory: dict[str, Any] = {}
         for start in range(0, len(token_ids), self.segment_length):
             part = token_ids[max(0, start - self.config.ext_len) : start + self.segment_length]
-            mems = self.model.transformer(torch.tensor([part], device=self.device), mems=mems).mems
-        return mems
+            memory = memory_of(self.model.transformer(torch.tensor([part], device=self.device), **memory))
+        return memory
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """Minus the sum of `token_losses` of each text, read as `txl-evaluate` reads it, after the prefix token."""
@@ -182,20 +183,21 @@ class TransfoXLLM(HFLM):
         # the end of a pass of its own over a segment, as in `generate`.
         step = self.segment_length if self.config.mem_len > 0 else 1
         again = self.config.ext_len + self.segment_length - step
-        read = self._read(context[:-1]) if self.config.mem_len > 0 else None
+        read = self._read(context[:-1]) if self.config.mem_len > 0 else {}
         ids = [torch.tensor(continuation, dtype=torch.int64) for continuation in continuations]
         targets = pad_sequence(ids, batch_first=True, padding_value=-100).to(self.device)
         found: list[tuple[float, bool]] = []
         for rows in targets.split(max(1, MOST_LOGITS // (min(step, longest) * self.config.vocab_size))):
             past = torch.tensor(context, device=self.device).expand(len(rows), -1)
             inputs = torch.cat([past, rows[:, :-1].clamp(min=0)], dim=1)
-            mems = None if read is None else tuple(states.expand(len(rows), -1, -1) for states in read)
+            memory = repeat_rows(read, len(rows))
             total, is_greedy = torch.zeros(len(rows), dtype=torch.float64), (rows == -100)
             for start in range(0, longest, step):
                 labels = rows[:, start : start + step]
                 begin, count = start + len(context) - 1, labels.shape[1]
-                outputs = self.model(inputs[:, max(0, begin - again) : begin + count], mems=mems, logits_to_keep=count)
-                mems, logits = outputs.mems, outputs.logits
+                segment = inputs[:, max(0, begin - again) : begin + count]
+                outputs = self.model(segment, **memory, logits_to_keep=count)
+                memory, logits = memory_of(outputs), outputs.logits
                 picked = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
                 total += picked.masked_fill(labels == -100, 0).cpu().double().sum(1)
                 is_greedy[:, start : start + step] |= logits.argmax(-1) == labels
@@ -220,7 +222,7 @@ class TransfoXLLM(HFLM):
         # `generate` reads the last segment from the memory of all others.
         read = 0 if self.config.mem_len == 0 else (len(token_ids) - 1) // self.segment_length * self.segment_length
         if read > 0:
-            settings["mems"] = self._read(token_ids[:read])
+            settings |= self._read(token_ids[:read])
         prompt = torch.tensor([token_ids[max(0, read - self.config.ext_len) :]], device=self.device)
         stop = _UntilStrings(self.tok_decode, until, prompt.shape[1])
         settings |= {"max_new_tokens": length, "stopping_criteria": [stop]}

@@ -10,7 +10,7 @@ from . import (  # noqa: F401 -- they register themselves with the model
     attention_gpu,
     attention_triton,
     best_tokens,
-    cache_layer,
+    cache_layers,
     decoding,
     operators,
     softmax,

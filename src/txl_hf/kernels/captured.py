@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.utils import logging
 
 from ..transfo_xl.attention_transfo_xl import find_backend
 from ..transfo_xl.cache_transfo_xl import MemoryCache, decoding_state_of
 from ..transfo_xl.modeling_transfo_xl import TransfoXLModel
+from .cache_layers import FixedMemoryLayer
 
 logger = logging.get_logger(__name__)
 
@@ -33,28 +33,6 @@ HOOKS = ("transformers", PACKAGES[1])
 Step = Callable[[], Any]
 
 _capturing = threading.Lock()
-
-
-class FixedMemoryLayer(DynamicSlidingWindowLayer):
-    """The keys and values of a full memory, (B, H, M, Dh) each, in tensors that are updated in place; M ≥ 1."""
-
-    def __init__(self, layer: DynamicSlidingWindowLayer):
-        """Args: layer: the layer whose M keys and values are copied."""
-        super().__init__(layer.sliding_window)
-        self.lazy_initialization(layer.keys, layer.values)
-        self.keys, self.values = (
-            states.clone(memory_format=torch.contiguous_format) for states in (layer.keys, layer.values)
-        )
-        self.cumulative_length = layer.cumulative_length
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append (B, H, L, Dh) keys and values; return all, (B, H, K, Dh), and store the last M."""
-        self.cumulative_length += key_states.shape[2]
-        found = []
-        for kept, states in ((self.keys, key_states), (self.values, value_states)):
-            found.append(torch.cat([kept, states], dim=2))
-            kept.copy_(found[-1][:, :, -kept.shape[2] :])
-        return found[0], found[1]
 
 
 def why_not_captured(transformer: TransfoXLModel, ids: Tensor) -> str | None:

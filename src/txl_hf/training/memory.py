@@ -1,7 +1,6 @@
 """The memory of all streams between the steps of a training, their place in the text, and the file of both."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import TrainerCallback
 
-from ..memories import real_states
+from ..memories import MASK, memory_of_tensors, named_tensors, with_mask
 
-# File of a checkpoint. Its tensors are the states by the number of their layer, and their mask.
-MEMS_NAME, MASK = "mems.safetensors", "mask"
+# File of a checkpoint: `named_tensors` of all streams, by the number of their layer alone.
+MEMS_NAME, PREFIX = "mems.safetensors", ""
 
 
 @dataclass
@@ -57,10 +56,11 @@ class StreamMemory:
         """
         tensors = {}
         if self.step > 0 and self.memories[0]:
-            for layer, parts in enumerate(zip(*(memory["mems"] for memory in self.memories), strict=True)):
-                tensors[str(layer)] = _gathered(parts, accelerator)
-            mask = _gathered([real_states(**memory).byte() for memory in self.memories], accelerator).bool()
-            tensors |= {} if mask.all() else {MASK: mask}
+            # With a mask everywhere, because all processes gather the same tensors.
+            parts = [named_tensors(with_mask(memory), PREFIX) for memory in self.memories]
+            tensors = {name: _gathered([part[name] for part in parts], accelerator) for name in parts[0]}
+            if tensors[MASK].all():
+                del tensors[MASK]
         if writes:
             position = {"epoch": self.epoch, "step": self.step, **position}
             save_file(tensors, folder / MEMS_NAME, metadata={"position": json.dumps(position)})
@@ -70,18 +70,14 @@ class StreamMemory:
         """The memory of this process's rows, from a checkpoint. Of A `micro_batches` of G `streams`, number a has the
         rows [aG/A, (a + 1)G/A) of all processes.
         """
-        position, layers = read_position(folder)
+        position = read_position(folder)
         rows = streams // (micro_batches * accelerator.num_processes)
         starts = [(a * accelerator.num_processes + accelerator.process_index) * rows for a in range(micro_batches)]
-        memories: list[dict[str, Any]] = [{} for _ in starts]
         with safe_open(folder / MEMS_NAME, "pt") as file:
-            if layers > 0:
-                slices = [file.get_slice(str(layer)) for layer in range(layers)]
-                mask = file.get_tensor(MASK) if MASK in file.keys() else None
-                for memory, start in zip(memories, starts, strict=True):
-                    own = slice(start, start + rows)
-                    memory["mems"] = tuple(states[own].to(accelerator.device) for states in slices)
-                    memory["mems_mask"] = None if mask is None else mask[own].to(accelerator.device)
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            parts = [{name: slices[name][start : start + rows] for name in slices} for start in starts]
+        parts = [{name: tensor.to(accelerator.device) for name, tensor in part.items()} for part in parts]
+        memories = [memory_of_tensors(part, PREFIX) for part in parts]
         return cls(memories, position["epoch"], position["step"])
 
 
@@ -105,24 +101,26 @@ class MemoryLength(TrainerCallback):
         self.trainer.memory_length = grown
 
 
-def _gathered(parts: Iterable[Tensor], accelerator: Accelerator) -> Tensor:
+def _gathered(parts: list[Tensor], accelerator: Accelerator) -> Tensor:
     """Tensors of the micro-batches of all processes, joined in the order of the streams."""
-    return torch.cat([accelerator.gather(part.contiguous()) for part in parts]).cpu()
+    # Booleans as bytes, which every backend exchanges.
+    dtype = torch.uint8 if parts[0].dtype == torch.bool else parts[0].dtype
+    return torch.cat([accelerator.gather(part.to(dtype).contiguous()) for part in parts]).to("cpu", parts[0].dtype)
 
 
-def read_position(folder: Path) -> tuple[dict[str, Any], int]:
-    """The position in a file of `StreamMemory.save`, and its number of layers. Raises a ValueError for other files."""
+def read_position(folder: Path) -> dict[str, Any]:
+    """The position in a file of `StreamMemory.save`. Raises a ValueError for other files."""
     with safe_open(folder / MEMS_NAME, "pt") as file:
         position = json.loads((file.metadata() or {}).get("position", "null"))
         names = set(file.keys()) - {MASK}
         if not isinstance(position, dict) or {str(layer) for layer in range(len(names))} != names:
             raise ValueError(f"it is damaged ({MEMS_NAME} says no position, or holds other tensors than layers)")
-    return position, len(names)
+    return position
 
 
 def check_settings(folder: Path, settings: dict[str, Any]):
     """Raise a ValueError where a checkpoint is of another text, layout, model or optimizer."""
-    saved, _ = read_position(folder)
+    saved = read_position(folder)
     # "read" is compared when the text is read again.
     names = {*saved, *settings} - {"epoch", "step", "read"}
     differing = sorted(name for name in names if saved.get(name) != settings.get(name))

@@ -31,7 +31,7 @@ from ..evaluation.cards import METRICS
 from ..evaluation.language_model import figures
 from ..files import disk_errors
 from ..kernels.steps import CapturedSteps, Forward, compile_layers, uncompiled
-from ..memories import cloned_states, latest_states, mask_overflow, memory_of
+from ..memories import cast_states, cloned_states, hide_overflow, latest_states, map_memory, memory_of
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
 from ..transfo_xl.masks_transfo_xl import without_padding
@@ -303,7 +303,7 @@ class TransfoXLTrainer(Trainer):
                 self.state.best_model_checkpoint = str(best)
             if not self.args.ignore_data_skip:
                 steps, stream = self.args.gradient_accumulation_steps, self.train_dataset
-                position, _ = read_position(self._resumed_from)
+                position = read_position(self._resumed_from)
                 if isinstance(stream, TextStream) and "read" in position:
                     stream.expect(position["read"])
                 self._memory = StreamMemory.load(self._resumed_from, self.accelerator, steps, stream.batch_size)
@@ -461,13 +461,14 @@ class TransfoXLTrainer(Trainer):
         dtype = self.model.first_parameter.dtype
         if self.accelerator.native_amp and not self.model.config.pre_lnorm:
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, dtype)
-        mems = (states.detach() if detach else states for states in memory["mems"])
-        memory = memory | {"mems": tuple(states.to(dtype) for states in mems)}
+        memory = cast_states(memory, dtype)
+        if detach:
+            memory = map_memory(memory, Tensor.detach)
         if self.args.torch_compile:
             memory = cloned_states(memory)
         if self.args.fp16 or dtype == torch.float16:
             # The scaler skips an overflowed step, but memory would keep its states.
-            memory["mems_mask"] = mask_overflow(**memory)
+            memory = hide_overflow(memory)
         if self.model.training and self.memory_length is not None:
             memory = latest_states(memory, self.memory_length)
         return memory

@@ -1,6 +1,7 @@
-"""A layer of `MemoryCache` that does not copy its keys for every token, in place of transformers' sliding layer.
+"""Layers of `MemoryCache`, in place of transformers' sliding layer: one that does not copy its keys for every token,
+and one whose keys stay where they are, for a CUDA graph.
 
-Letters: B batch, L segment, M = `mem_len` memory at most, H heads, Dh = `d_head`.
+Letters: B batch, L segment, M = `mem_len` memory at most, K = M + L keys, H heads, Dh = `d_head`.
 """
 
 import torch
@@ -56,6 +57,28 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
         # `narrow`, because it takes a third of the time of an index, in each layer for each token.
         self.keys, self.values = (buffer.narrow(2, end - length, length) for buffer in self._buffers)
         self._end, self._room = end, room
+
+
+class FixedMemoryLayer(DynamicSlidingWindowLayer):
+    """The keys and values of a full memory, (B, H, M, Dh) each, in tensors that are updated in place; M ≥ 1."""
+
+    def __init__(self, layer: DynamicSlidingWindowLayer):
+        """Args: layer: the layer whose M keys and values are copied."""
+        super().__init__(layer.sliding_window)
+        self.lazy_initialization(layer.keys, layer.values)
+        self.keys, self.values = (
+            states.clone(memory_format=torch.contiguous_format) for states in (layer.keys, layer.values)
+        )
+        self.cumulative_length = layer.cumulative_length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Append (B, H, L, Dh) keys and values; return all, (B, H, K, Dh), and store the last M."""
+        self.cumulative_length += key_states.shape[2]
+        found = []
+        for kept, states in ((self.keys, key_states), (self.values, value_states)):
+            found.append(torch.cat([kept, states], dim=2))
+            kept.copy_(found[-1][:, :, -kept.shape[2] :])
+        return found[0], found[1]
 
 
 OPERATORS.cache_layer = MemoryCacheLayer
