@@ -90,6 +90,7 @@ STEPS = [
     # What `report.BARS` are of.
     *each("train-nvidia-base", {"ours-txl_triton-compile": 100, "ours-txl_triton": 75, "ours": 75}),
     *each("train-nvidia-large", {"ours-txl_triton-compile": 120, "ours-txl_triton": 90, "ours": 90}),
+    *each("train-nvidia-base", {"ours-txl_triton-compile-graphs": 120}),
     attention("txl_triton", 75, "sdpa"),
     *(Step("sliding_window", (*WINDOW, *other), 90) for other in ((), ("--implementation", "txl_triton"))),
     *(model(workload, "ours", "ours-txl_triton", limit=90) for workload in EVALUATIONS),

@@ -61,6 +61,7 @@ kernels)
     ;;
 tests)
     step 150 "$PYTHON" -m pytest -q -p no:cacheprovider -m "gpu and not slow" tests/kernels tests/transfo_xl
+    model 60 train-nvidia-base ours-txl_triton-compile-graphs
     ;;
 train)
     train 585 ptb_quarter --output "$RUN" --resume

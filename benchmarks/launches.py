@@ -61,6 +61,7 @@ import txl_hf.transfo_xl.attention_transfo_xl as attention
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.evaluation.reading import Reader, Reading, Segment
 from txl_hf.kernels import captured
+from txl_hf.kernels import steps as captured_steps
 from txl_hf.kernels.decoding import Texts
 from txl_hf.kernels.static_cache import StaticMemoryCache
 from txl_hf.kernels.steps import CapturedSteps, Forward
@@ -154,6 +155,7 @@ WORKLOADS = {
     "base-train": Workload("train", BASE, 256, 192, 192),
     "base-train-autocast": Workload("train", BASE, 256, 192, 192, autocast=True),
     "base-train-autocast-compiled": Workload("train", BASE, 256, 192, 192, autocast=True, compiled="layers"),
+    "base-step-compiled": Workload("step", BASE, 256, 192, 192, True, "layers"),
     "base-softmax": Workload("softmax", BASE, 256, 192, 0),
     "large-train": Workload("train", LARGE, 128, 384, 384),
     "large-train-autocast": Workload("train", LARGE, 128, 384, 384, autocast=True),
@@ -178,6 +180,7 @@ SMALL_WORKLOADS = {
     "small-train-autocast": Workload("train", SMALL, 4, 32, 32, autocast=True),
     "small-step": Workload("step", SMALL | {"cutoffs": [], "d_head": 24}, 4, 32, 32, True, "", LOCKED),
     "small-step-compiled": Workload("step", SMALL | {"cutoffs": [], "d_head": 24}, 4, 32, 32, True, "layers", LOCKED),
+    "small-step-bins": Workload("step", SMALL, 4, 32, 32, True, "", LOCKED),
     "small-softmax": Workload("softmax", SMALL, 4, 32, 0),
     "small-evaluate": Workload("evaluate", SMALL, 2, 16, 64),
     "small-decode": Workload("decode", SMALL, 1, 1, 64),
@@ -303,7 +306,7 @@ class Losses(torch.autograd.Function):
         grads = adaptive._compute_gradients(ctx.table, *ctx.kept, gradient, [True, True])
         weight, bias, clusters, hidden = grads
         clusters = None if ctx.table.clusters is None else clusters
-        return weight, bias, None, *hidden, None, None, clusters, *(None,) * 7
+        return weight, bias, None, *hidden, None, None, clusters, *(None,) * 8
 
 
 def losses_of_bins(weight, bias, hidden_states, *rest):
@@ -321,8 +324,16 @@ def pretending(counter: Counter):
         counter.waits += by_bin is None
         sizes = sizes_of_bins(softmax.config, targets.numel())
         ends = torch.tensor([0, 0, *itertools.accumulate(sizes, initial=0)], device="cpu")
-        by_bin = (by_bin or softmax.sort_targets(targets))._replace(ends=ends)
+        by_bin = by_bin or softmax.sort_targets(targets)
+        by_bin = by_bin if by_bin.capacities is not None else by_bin._replace(ends=ends)
         return blockwise(softmax, hidden_states, targets, by_bin)
+
+    def capacities_of_bins(config, targets):
+        return (
+            None
+            if not config.cutoffs
+            else tuple(map(adaptive.capacity_of, sizes_of_bins(config, targets.numel())[1:]))
+        )
 
     autocast = Autocast()
 
@@ -333,6 +344,7 @@ def pretending(counter: Counter):
         mock.patch.object(AdaptiveLogSoftmax, "nll", nll),
         mock.patch.object(AdaptiveLogSoftmax, "sort_targets", adaptive.sort_targets),
         mock.patch.object(adaptive, "losses_of_bins", losses_of_bins),
+        mock.patch.object(captured_steps, "capacities_of_bins", capacities_of_bins),
         mock.patch.object(adaptive, "fuses", lambda states: True),
         mock.patch.object(torch.nn.functional, "dropout", dropout),
         mock.patch.object(kernels, "why_not_triton", lambda query: None),

@@ -722,7 +722,9 @@ class Train:
         ids = ids[:, start : start + self.segment]
         self.count += 1
         if self.contender.endswith("graphs"):
-            total, _, self.memory = self.graphs({"input_ids": ids, "labels": ids}, self.memory)
+            targets = ids.roll(-1, 1)
+            targets[:, -1] = -100
+            total, _, self.memory = self.graphs({"input_ids": ids, "shift_labels": targets}, self.memory)
             return self._learn(total / (ids.numel() - len(ids)))
         with self.autocast:
             if self.contender == "gpt2":

@@ -19,6 +19,7 @@ spec.loader.exec_module(launches)
 BARS = {
     ("base-train", "auto"): {"launches": 900, "gigabytes": 110, "waits": 0},
     ("base-train-autocast-compiled", "txl_triton"): {"launches": 900, "gigabytes": 110, "waits": 0},
+    ("base-step-compiled", "txl_triton"): {"waits": 0},
     ("base-softmax", "none"): {"launches": 120, "waits": 0},
     ("large-train", "auto"): {"gigabytes": 200, "waits": 0},
     ("large-train-autocast-compiled", "txl_triton"): {"gigabytes": 200, "waits": 0},

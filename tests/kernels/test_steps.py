@@ -15,10 +15,12 @@ from host_reads import count_host_reads
 from recorder import Recorder, let_the_host_wait
 from txl_hf import token_losses
 from txl_hf.kernels import captured, steps
+from txl_hf.kernels.softmax import fixed_capacities
 from txl_hf.kernels.steps import STEPS_BEFORE, CapturedSteps, Forward, compile_layers
 from txl_hf.memories import latest_states
 from txl_hf.training.regularization import RegularizationArguments, regularize
 from txl_hf.training.steps import should_capture_steps
+from txl_hf.transfo_xl import adaptive_transfo_xl
 
 PLAIN = {"cutoffs": [], "div_val": 1}
 DROPOUTS = RegularizationArguments(
@@ -62,6 +64,26 @@ def test_steps_of_several_lengths_and_chunks_are_those_that_are_launched(
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     # Of the forward pass and of the backward pass.
     assert recorder.recorded == 2 * len(graphs.graphs) >= 4 and recorder.runs >= 32
+
+
+BINS = {"cutoffs": [9, 30], "div_val": 2}
+
+
+@pytest.mark.parametrize("changes", [BINS, BINS | {"div_val": 1}], ids=str)
+def test_steps_with_bins_of_any_numbers_of_targets_are_those_that_are_launched(
+    make_model, make_ids, recorder, monkeypatch, changes
+):
+    """Whatever the numbers are: a graph is used again only for as many or fewer, by a text that has none of a bin."""
+    monkeypatch.setattr(adaptive_transfo_xl, "FEW_LOGITS", -1)
+    texts = lengths_of(make_ids, *[29, 29, 23, 29] * 8)
+    texts[1::4] = [ids % 9 for ids in texts[1::4]]
+    model = make_model("eager", **changes).train()
+    expected = train(Forward(model, no_context), model, texts, 6)
+    graphs = CapturedSteps(Forward(model, no_context), steps_before=1)
+    found = train(graphs, model, texts, 6)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    capacities = {kind[-1] for kind in graphs.graphs}
+    assert len(capacities) >= 3 and recorder.runs >= 32
 
 
 @pytest.mark.parametrize("regularized", [False, True])
@@ -148,16 +170,20 @@ def test_gradients_of_graphs_and_of_launched_chunks_add_up(make_model, make_ids,
         {"gating": "gru"},
         {"untie_r": False},
         {"decay_len": 4},
+        BINS,
     ],
     ids=str,
 )
 def test_the_host_reads_no_number(make_model, make_ids, monkeypatch, changes, regularized):
-    """A captured step cannot wait for the host to read a number."""
-    model = make_model("sdpa", **PLAIN, **changes).train()
+    """A captured step cannot wait for the host to read a number; the backward pass neither."""
+    monkeypatch.setattr(adaptive_transfo_xl, "FEW_LOGITS", -1)
+    model = make_model("sdpa", **PLAIN | changes).train()
     forward = Forward(model, no_context, regularize(model, DROPOUTS) if regularized else None)
     counts = count_host_reads(monkeypatch, Forward, "forward")
-    train(forward, model, lengths_of(make_ids, 7, 7, 5), 6)
-    assert counts == [0, 0, 0]
+    learned = count_host_reads(monkeypatch, torch.Tensor, "backward")
+    with fixed_capacities((5, 10) if "cutoffs" in changes else None):
+        train(forward, model, lengths_of(make_ids, 7, 7, 5), 6)
+    assert counts == learned == [0, 0, 0]
 
 
 def test_what_cannot_be_captured_is_launched_and_a_warning_says_why(make_model, make_ids, monkeypatch, caplog):
@@ -199,7 +225,6 @@ def test_there_is_room_for_activations_of_graphs_beside_those_of_others(monkeypa
         ("no graphs on meta", {}, {"device": torch.device("meta")}),
         ("MULTI_CPU", {}, {"distributed_type": DistributedType.MULTI_CPU}),
         ("whole model is compiled", {}, {"torch_compile": True}),
-        ("each bin", {"cutoffs": [9, 30]}, {}),
         ("--gradient_checkpointing", {}, {"gradient_checkpointing": True}),
         ("--backprop_segments", {}, {"backprop_segments": 2}),
         ("flex_attention", {"attn_implementation": "flex_attention"}, {}),
@@ -271,6 +296,15 @@ class TestOnGPU:
         assert len(graphs.graphs) >= 2
         # The masks differ from step to step.
         assert len({round(float(nll), 4) for nll, *_ in found[1]}) == len(texts)
+
+    def test_steps_with_bins_are_those_that_are_launched(self, make_model, make_ids, monkeypatch):
+        monkeypatch.setattr(adaptive_transfo_xl, "FEW_LOGITS", -1)
+        model = make_model("auto", **BINS).cuda().train()
+        texts, forward = lengths_of(make_ids, *[29] * 12, device="cuda"), self.forward_of(model)
+        graphs = CapturedSteps(forward, steps_before=1)
+        found = [train(steps_of, model, texts, 6) for steps_of in (forward, graphs)]
+        torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=2e-2)
+        assert graphs.graphs
 
     def test_evaluations_between_steps_take_nothing_from_them(self, make_model, make_ids):
         """Where the graph of an evaluation ends, PyTorch takes memory of its stream away, and streams go round."""

@@ -279,6 +279,9 @@ def assert_within_budget(shape, window, masked, missing, dtype, first_key=None, 
 
 @pytest.mark.usefixtures("backward_kernels")
 @pytest.mark.parametrize(
+    "backward_kernels", ["two kernels", pytest.param("one kernel", marks=pytest.mark.slow)], indirect=True
+)
+@pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.slow if case[0][-1] == 128 else ()) for case in CASES.values()],
     ids=CASES,
@@ -1085,13 +1088,15 @@ BINS = {
     "no-cutoffs": {"cutoffs": [], "div_val": 1},
 }
 ALL_BINS = [3, 44, 9, 60, 8, 29, 30, 0, 31, 12, 3]
-# Bins; targets; whether logits are kept for the backward pass.
+# Bins; targets; whether logits are kept for the backward pass, capacities of the bins, as in a graph.
 SOFTMAX_CASES = {
     "div2-of-all-bins": ("div2", ALL_BINS, True),
     "div2-of-all-bins-computed-again": ("div2", ALL_BINS, False),
     "div2-some-ignored": ("div2", [-100, 44, 9, -100, 8, -100, 30], True),
     "div2-empty": ("div2", [], False),
     "div1-some-ignored": ("div1", [-100, 44, 9, -100, 8, -100, 30], False),
+    "div1-some-ignored-capacities": ("div1", [-100, 44, 9, -100, 8, -100, 30], True, (4, 7)),
+    "div2-of-all-bins-capacities-computed-again": ("div2", ALL_BINS, False, (5, 9)),
     "no-cutoffs": ("no-cutoffs", ALL_BINS, True),
     "no-cutoffs-computed-again": ("no-cutoffs", [7, -100, 44], False),
 }
@@ -1141,7 +1146,7 @@ def losses_and_gradients(softmax, targets, dtype=torch.float32, autocast=None):
 
 @pytest.mark.parametrize("case", SOFTMAX_CASES.values(), ids=SOFTMAX_CASES)
 def test_fused_losses_and_every_gradient_are_those_of_pytorch(count_fused, monkeypatch, case):
-    bins, targets, kept = case
+    bins, targets, kept, *capacities = case
     for name, value in ({} if kept else LITTLE_ROOM).items():
         monkeypatch.setattr(adaptive, name, value)
     empty = softmax_kernels.padded_empty_like
@@ -1156,7 +1161,8 @@ def test_fused_losses_and_every_gradient_are_those_of_pytorch(count_fused, monke
     count_fused(False)
     expected = losses_and_gradients(softmax, targets)
     calls = count_fused(True)
-    actual = losses_and_gradients(softmax, targets)
+    with adaptive.fixed_capacities(*capacities or [None]):
+        actual = losses_and_gradients(softmax, targets)
     assert calls.count("add_statistics") == calls.count("write_gradient") >= len(softmax.config.bins)
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, atol=1e-5, rtol=1e-4, msg=name)

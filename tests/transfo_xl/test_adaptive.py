@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from transformers import Trainer, TrainingArguments
 
+from host_reads import HostReads
 from models import random_softmax
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.kernels import softmax as blocks
@@ -287,6 +288,46 @@ def test_losses_and_every_gradient_are_those_of_the_log_probabilities(make_confi
         torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
     with torch.no_grad():
         torch.testing.assert_close(softmax(hidden, targets), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["rounded", "whole"])
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed-again"])
+@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+@pytest.mark.parametrize("bins", ["div1", "div2"])
+def test_capacities_for_more_tokens_change_no_loss_and_no_gradient(
+    make_config, monkeypatch, bins, tokens, kept, whole
+):
+    """In a graph each bin computes as many tokens as its capacity, and the host reads no number."""
+    if not kept:
+        for name, value in (("MAX_KEPT_LOGITS", -1), ("BLOCK_LOGITS", 21), ("MIN_BLOCK_WIDTH", 7)):
+            monkeypatch.setattr(blocks, name, value)
+    softmax = random_softmax(make_config(**BINS[bins]))
+    hidden, targets = torch.randn(len(tokens), 16), torch.tensor(tokens, dtype=torch.long)
+    expected, expected_gradients = losses_and_gradients(softmax, hidden, targets, AdaptiveLogSoftmax.nll)
+    capacities = (len(tokens),) * 2 if whole else blocks.capacities_of_bins(softmax.config, targets)
+    with blocks.fixed_capacities(capacities):
+        by_bin = softmax.sort_targets(targets)
+
+    def nll(softmax, hidden, targets):
+        return softmax.nll(hidden, targets, by_bin)
+
+    with HostReads() as reads:
+        losses, gradients = losses_and_gradients(softmax, hidden, targets, nll)
+    assert reads.count == 0
+    torch.testing.assert_close(losses, expected, atol=1e-6, rtol=1e-5)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("count", "capacity"), [(0, 16), (1, 16), (16, 16), (17, 32), (100, 128), (129, 192), (4900, 5120)]
+)
+def test_a_capacity_is_a_multiple_of_about_four_times_the_root_of_its_tokens(make_config, count, capacity):
+    """At most as many as all targets, so that none is computed twice."""
+    config, targets = make_config(cutoffs=[9, 30]), torch.tensor([3] * 6000 + [9] * count + [30])
+    assert blocks.capacities_of_bins(config, targets) == (capacity, 16)
+    assert blocks.capacities_of_bins(config, torch.tensor([9, 9, 9])) == (3, 3)
+    assert blocks.capacities_of_bins(make_config(cutoffs=[]), targets) is None
 
 
 @pytest.mark.parametrize(

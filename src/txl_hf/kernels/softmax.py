@@ -1,12 +1,16 @@
 """Losses of the adaptive softmax over many logits, block by block, with a backward pass of their own.
 
-The tokens are sorted by bin, which takes one transfer to the host. A block of logits is in memory at a time; the
-backward pass computes it again, unless its logits were few enough to be kept. Both passes are custom operators, so
-that torch.compile's graph does not break at shapes that depend on the number of tokens in a bin.
+The tokens are sorted by bin, which takes one transfer to the host; none with `fixed_capacities`, which a CUDA graph of
+a step needs. A block of logits is in memory at a time; the backward pass computes it again, unless its logits were few
+enough to be kept. Both passes are custom operators, so that torch.compile's graph does not break at shapes that depend
+on the number of tokens in a bin.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import reduce
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +18,7 @@ from torch import Tensor
 
 from ..transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax, check_labels, wide
 from ..transfo_xl.attention_transfo_xl import OPERATORS, working_dtype
+from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from .operators import is_transformed, product
 from .softmax_triton import (
     WORDS_AT_A_TIME,
@@ -46,13 +51,49 @@ class TargetsByBin(NamedTuple):
 
     Args:
         order: (N,), the indices that sort the targets: those to ignore, then bin after bin.
-        ends: on the host, the numbers of targets below -100, below -99, below the first token of each bin, below V.
+        ends: the numbers of targets below -100, below -99, below the first token of each bin, below V; on the host, or
+            with `capacities` on the device.
         copied: the CUDA event after which `ends` is on the host; None: it is.
+        capacities: see `fixed_capacities`.
     """
 
     order: Tensor
     ends: Tensor
     copied: Any = None
+    capacities: tuple[int, ...] | None = None
+
+
+# Set by `fixed_capacities`.
+_CAPACITIES = ContextVar[tuple[int, ...] | None]("capacities", default=None)
+
+
+def capacities_of_bins(config: TransfoXLConfig, targets: Tensor) -> tuple[int, ...] | None:
+    """For each bin but the first a number of tokens, as many as it has among the targets or more; None: no cutoffs.
+
+    It is a multiple of about four times its square root, because the segments of a text differ by less, so that most
+    steps of a training have one of a few tuples. The host waits for the targets.
+    """
+    if not config.cutoffs:
+        return None
+    behind = torch.stack([(targets >= cutoff).sum() for cutoff in config.cutoffs]).tolist()
+    return tuple(min(capacity_of(first - second), targets.numel()) for first, second in pairwise([*behind, 0]))
+
+
+def capacity_of(count: int) -> int:
+    """See `capacities_of_bins`."""
+    unit = max(16, 1 << (int(4 * count**0.5) - 1).bit_length())
+    return max(1, -(-count // unit)) * unit
+
+
+@contextmanager
+def fixed_capacities(capacities: tuple[int, ...] | None) -> Iterator[None]:
+    """A context in which each bin of the softmax but the first computes a fixed number of tokens; those beyond its
+    targets have no loss. Shapes do not depend on the targets then, and the host reads no number. None: no context."""
+    token = _CAPACITIES.set(capacities)
+    try:
+        yield
+    finally:
+        _CAPACITIES.reset(token)
 
 
 def sort_targets(softmax: AdaptiveLogSoftmax, targets: Tensor) -> TargetsByBin:
@@ -63,6 +104,9 @@ def sort_targets(softmax: AdaptiveLogSoftmax, targets: Tensor) -> TargetsByBin:
     # Made on the device, because the host would wait for the copy of a list.
     ends = torch.stack([targets.new_full((), end) for end in (-100, -99, *starts, softmax.config.vocab_size)])
     ends = torch.searchsorted(in_order, ends)
+    # torch.compile traces no ContextVar.
+    if not torch.compiler.is_compiling() and (capacities := _CAPACITIES.get()) is not None:
+        return TargetsByBin(order, ends, capacities=capacities)
     if not ends.is_cuda or torch.compiler.is_compiling():
         return TargetsByBin(order, ends.cpu() if ends.is_cuda else ends)
     copied, stream = torch.cuda.Event(), torch.cuda.current_stream(ends.device)
@@ -107,7 +151,7 @@ def nll(softmax: AdaptiveLogSoftmax, hidden_states: Tensor, targets: Tensor, by_
         ranges = [n - origin for i in share for n in softmax.bins[i][:2]]
         states = [projected[i] for i in share]
         of_head = (softmax.head_targets(targets), clusters) if 0 in share else (None, None)
-        places = (by_bin.order, by_bin.ends, share, ranges, starts, softmax.config.vocab_size)
+        places = (by_bin.order, by_bin.ends, share, ranges, starts, by_bin.capacities, softmax.config.vocab_size)
         losses.append(layer(_bin_losses, states, targets, *of_head, *places))
     return reduce(torch.add, losses)
 
@@ -123,9 +167,10 @@ class _Task(NamedTuple):
     """One softmax: n tokens over a range of the table's rows, then over the logits `clusters`.
 
     Args:
-        rows: (n,), the indices of the tokens among all N; None: all tokens, in their order.
+        rows: (n,), the indices of the tokens among all N, each once; None: all tokens, in their order.
         block: the range. hidden_states: (n, d_i). targets: (n,). start: the target that begins the range.
         clusters: (n, c), or None where there are none.
+        scored: (n,) bool, which tokens have a loss; None: all.
     """
 
     rows: Tensor | None
@@ -134,10 +179,15 @@ class _Task(NamedTuple):
     targets: Tensor
     start: int
     clusters: Tensor | None
+    scored: Tensor | None = None
 
     def pick(self, tensor: Tensor) -> Tensor:
         """The rows of (N, …) of these tokens, (n, …)."""
         return tensor if self.rows is None else tensor.index_select(0, self.rows)
+
+    def score(self, tensor: Tensor) -> Tensor:
+        """(n,) with zeros for tokens without a loss."""
+        return tensor if self.scored is None else tensor.where(self.scored, 0)
 
     def place(self, tensor: Tensor, total: int) -> Tensor:
         """(n, …) among zeros for the other tokens, (N, …)."""
@@ -160,33 +210,48 @@ class _Table(NamedTuple):
     bins: list[int]
     ranges: list[int]
     starts: list[int]
+    capacities: list[int] | None
+
+    def tokens_of_bin(self, i: int) -> tuple[Tensor | None, Tensor | None]:
+        """`rows` and `scored` of a task. The head has every token that is not ignored, in any order."""
+        if self.capacities is not None:
+            if i == 0:
+                return None, self.targets != -100
+            # Behind the tokens of the bin come others, round the end of the order, so that none occurs twice.
+            places = self.ends[i + 2] + torch.arange(self.capacities[i - 1], device=self.order.device)
+            return self.order[places % len(self.order)], places < self.ends[i + 3]
+        _, ignored, *ends = self.ends.tolist()
+        if i == 0:
+            return self.order[ignored:] if ignored else None, None
+        return self.order[ends[i] : ends[i + 1]], None
 
 
-def _tasks(table: _Table, ends: list[int]) -> Iterator[_Task]:
-    """A task for each bin of a table; `ends`: `TargetsByBin.ends` as numbers."""
-    ignored, *ends = ends[1:]
+def _tasks(table: _Table) -> Iterator[_Task]:
+    """A task for each bin of a table."""
     blocks = map(slice, table.ranges[::2], table.ranges[1::2])
     for i, states, block, start in zip(table.bins, table.hidden_states, blocks, table.starts, strict=True):
-        # The head has every token that is not ignored, in any order.
-        rows = table.order[ends[i] : ends[i + 1]] if i > 0 else table.order[ignored:] if ignored else None
+        rows, scored = table.tokens_of_bin(i)
         columns = table.targets if i > 0 or table.head_targets is None else table.head_targets
-        task = _Task(rows, block, states, columns, start, None)
+        task = _Task(rows, block, states, columns, start, None, scored)
         of_cluster = None if i > 0 or table.clusters is None else task.pick(table.clusters)
         yield task._replace(hidden_states=task.pick(states), targets=task.pick(columns), clusters=of_cluster)
 
 
 def _compute_losses(table: _Table, vocab_size: int, keeps: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """See `losses_of_bins`."""
-    targets, ends = table.targets, table.ends.tolist()
-    if ends[0] > 0 or ends[2] > ends[1] or ends[-1] < len(targets):
-        check_labels(targets.cpu(), vocab_size)
+    targets = table.targets
+    # With capacities the device alone checks the targets, before the layers run (`AdaptiveLogSoftmax.sort_targets`).
+    if table.capacities is None:
+        ends = table.ends.tolist()
+        if ends[0] > 0 or ends[2] > ends[1] or ends[-1] < len(targets):
+            check_labels(targets.cpu(), vocab_size)
     wide = wide_dtype(table.hidden_states[0])
     losses: Tensor | None = None
     # For each bin, of each token's softmax so far: the log of the denominator, and the target's logit.
     statistics = targets.new_full((2, len(table.bins), len(targets)), -torch.inf, dtype=wide)
     kept: list[Tensor] = []
     with torch.autocast(table.weight.device.type, enabled=False):
-        for task in _tasks(table, ends):
+        for task in _tasks(table):
             of_task = statistics[:, len(kept), : len(task.targets)]
             whole, kept_of_task = keeps and _may_be_kept(task), task.hidden_states.new_empty(0)
             for columns, logits, column_bias in _blocks(table.weight, table.bias, task, whole=whole):
@@ -198,7 +263,7 @@ def _compute_losses(table: _Table, vocab_size: int, keeps: bool) -> tuple[Tensor
                     add_statistics(logits, column_bias, task.targets, of_task, first)
                 else:
                     _add_statistics(logits, task.targets, of_task, first)
-            loss = of_task[0] - of_task[1]
+            loss = task.score(of_task[0] - of_task[1])
             if losses is None:
                 losses = task.place(loss, len(targets))
             else:
@@ -219,10 +284,10 @@ def _compute_gradients(
     grad_bias = torch.empty_like(bias) if wanted[1] else bias.new_empty(0)
     grad_clusters, grad_states = weight.new_empty(0), []
     with torch.autocast(weight.device.type, enabled=False):
-        for k, task in enumerate(_tasks(table, table.ends.tolist())):
+        for k, task in enumerate(_tasks(table)):
             hidden, fused = task.hidden_states, fuses(task.hidden_states)
             grad_hidden: Tensor | None = None
-            normalizer, grad_loss = normalizers[k, : len(hidden)], task.pick(gradient)
+            normalizer, grad_loss = normalizers[k, : len(hidden)], task.score(task.pick(gradient))
             of_task = kept[k] if kept and kept[k].numel() else None
             for columns, logits, column_bias in _blocks(weight, bias, task, of_task):
                 given = (task.targets, normalizer, grad_loss)
@@ -343,7 +408,7 @@ def _column(targets: Tensor, first: int, block: Tensor) -> tuple[Tensor, Tensor]
 
 _INPUTS = (
     "Tensor weight, Tensor bias, Tensor[] hidden_states, Tensor targets, Tensor? head_targets, Tensor? clusters, "
-    "Tensor order, Tensor ends, int[] bins, int[] ranges, int[] starts"
+    "Tensor order, Tensor ends, int[] bins, int[] ranges, int[] starts, int[]? capacities"
 )
 
 
@@ -363,7 +428,7 @@ def losses_of_bins(*inputs):
         hidden_states: for each bin (N, d), projected for it.
         targets: (N,) tokens, -100 to ignore. head_targets: (N,) columns of the head, if the head is one of the bins.
         clusters: (N, c), the head's logits of clusters, after those of its tokens.
-        order, ends: see `TargetsByBin`.
+        order, ends, capacities: see `TargetsByBin`.
         bins: their numbers. ranges: start and end of each bin in the table. starts: the first token of each bin.
         vocab_size: V. keeps: whether logits may be kept for the backward pass.
 
@@ -374,7 +439,7 @@ def losses_of_bins(*inputs):
     Raises:
         ValueError: a target is neither -100 nor a token.
     """
-    return _compute_losses(_Table(*inputs[:11]), *inputs[11:])
+    return _compute_losses(_Table(*inputs[:12]), *inputs[12:])
 
 
 @losses_of_bins.register_fake
@@ -396,7 +461,7 @@ def gradients_of_bins(*inputs):
         normalizers, kept: results of `losses_of_bins`. gradient: (N,), of its losses.
         wanted: whether the gradients of weight and bias are wanted.
     """
-    return _compute_gradients(_Table(*inputs[:11]), *inputs[11:])
+    return _compute_gradients(_Table(*inputs[:12]), *inputs[12:])
 
 
 @gradients_of_bins.register_fake
@@ -411,10 +476,10 @@ def _(weight, bias, hidden_states, targets, head_targets, clusters, *rest):
 
 
 def _save_for_backward(ctx, inputs, output):
-    weight, bias, hidden_states, *tensors, bins, ranges, starts, _, _ = inputs
+    weight, bias, hidden_states, *tensors, bins, ranges, starts, capacities, _, _ = inputs
     _, normalizers, kept = output
     ctx.save_for_backward(weight, bias, *tensors, normalizers, *hidden_states, *kept)
-    ctx.constants = bins, ranges, starts
+    ctx.constants = bins, ranges, starts, capacities
     ctx.set_materialize_grads(False)
 
 
@@ -423,7 +488,7 @@ def _backward(ctx, grad_losses, *_):
         raise RuntimeError("create_graph=True needs a loss from logits: call the model with output_logits=True")
     bins = ctx.constants[0]
     if grad_losses is None:
-        return (None, None, [None] * len(bins), *(None,) * 10)
+        return (None, None, [None] * len(bins), *(None,) * 11)
     weight, bias, targets, head_targets, clusters, order, ends, normalizers, *rest = ctx.saved_tensors
     hidden_states, kept = rest[: len(bins)], rest[len(bins) :]
     wanted = list(ctx.needs_input_grad[:2])
@@ -438,7 +503,7 @@ def _backward(ctx, grad_losses, *_):
         None,
         None,
         None if clusters is None else grad_clusters,
-        *(None,) * 7,
+        *(None,) * 8,
     )
 
 

@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from ..memories import cloned_states, memory_of
 from .captured import RECORDERS
+from .softmax import capacities_of_bins, fixed_capacities
 from .weights import ProductWeights
 
 logger = logging.get_logger(__name__)
@@ -81,7 +82,7 @@ class CapturedSteps:
     """A `Forward` that repeats shapes it has seen before as two CUDA graphs, with the same results and random numbers.
 
     Attributes:
-        graphs: a `CapturedStep` for the shapes and types of its inputs.
+        graphs: a `CapturedStep` for the shapes and types of its inputs, and the capacities of its bins.
     """
 
     def __init__(self, forward: Forward, steps_before: int = STEPS_BEFORE, dtype: torch.dtype | None = None):
@@ -99,7 +100,14 @@ class CapturedSteps:
 
     def __call__(self, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
         """As `Forward.forward`; the returned memory is in tensors of its own."""
-        kind = tuple((tensor.shape, tensor.dtype) for tensor in _tensors_of((inputs, memory)))
+        # For mypy every attribute of an `nn.Module` is a tensor or a module.
+        config: Any = self._forward.model.config
+        capacities = capacities_of_bins(config, inputs["shift_labels"])
+        kind = (*((tensor.shape, tensor.dtype) for tensor in _tensors_of((inputs, memory))), capacities)
+        with fixed_capacities(capacities):
+            return self._step(kind, inputs, memory)
+
+    def _step(self, kind: tuple, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
         self._seen[kind] += 1
         is_known = self._seen[kind] > self._steps_before and not self._given_up
         if is_known and kind not in self.graphs and len(self.graphs) < MOST_GRAPHS:
@@ -114,14 +122,7 @@ class CapturedSteps:
         if kind not in self.graphs:
             return self._forward(inputs, memory)
         nll, penalty, memory = self.graphs[kind](inputs, memory)
-        if memory:
-            # Copied by one launch, for all layers.
-            mask = memory["mems_mask"]
-            memory = {
-                "mems": torch.stack(memory["mems"]).unbind(),
-                "mems_mask": None if mask is None else mask.clone(),
-            }
-        return nll, penalty, memory
+        return nll, penalty, cloned_states(memory)
 
     def _capture(self, kind: tuple, inputs: dict[str, Tensor], memory: Memory) -> None:
         device = inputs["input_ids"].device

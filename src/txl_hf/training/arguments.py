@@ -66,8 +66,7 @@ class TransfoXLTrainingArguments(TrainingArguments):
     backprop_segments: int = option("Segments of tgt_len that a step reads, with gradients through the memory.", 1)
     compile_layers: bool | None = option("Compile each layer. By default on a GPU.")
     cuda_graphs: bool | None = option(
-        "Launch the kernels of a step together, on one GPU, for a vocabulary without cutoffs and a text that is one. "
-        "By default where the steps are small."
+        "Launch the kernels of a step together, on one GPU, for a text that is one. By default where steps are small."
     )
 
     def __post_init__(self):

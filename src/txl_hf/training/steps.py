@@ -57,8 +57,6 @@ def _why_not(
         return f"under {accelerator.distributed_type.value} gradients are exchanged while they are computed"
     if arguments.torch_compile:
         return "the whole model is compiled, with graphs if its backend makes some"
-    if model.config.cutoffs:
-        return "the host has to know how many targets each bin of the vocabulary has"
     if document_end is not None:
         return "the host has to know at each step whether a document ends in it (--document_end none)"
     if arguments.gradient_checkpointing:
