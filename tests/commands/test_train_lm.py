@@ -61,6 +61,7 @@ from txl_hf.training.arguments import TransfoXLTrainingArguments
 from txl_hf.training.checkpoints import last_checkpoint
 from txl_hf.training.optimizers import make_lamb, make_optimizer
 from txl_hf.training.trainer import TransfoXLTrainer
+from txl_hf.transfo_xl import adaptive_transfo_xl
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -1058,10 +1059,12 @@ def test_a_compiled_run_has_the_losses_of_another(tmp_path, corpus, monkeypatch)
         pytest.param([], marks=pytest.mark.slow),
         pytest.param(["--gradient_accumulation_steps", "2"], marks=pytest.mark.slow),
         ["--dropout", "0.2", "--bf16"],
+        ["--cutoffs", "5", "12"],
     ],
     ids=str,
 )
-def test_a_captured_run_has_the_losses_of_another(tmp_path, corpus, recorder, options):
+def test_a_captured_run_has_the_losses_of_another(tmp_path, corpus, recorder, monkeypatch, options):
+    monkeypatch.setattr(adaptive_transfo_xl, "FEW_LOGITS", -1)
     lengths = {"tgt_len": 8, "mem_len": 12, "eval_tgt_len": 8}
     recipe = write_recipe(tmp_path / "recipe.yaml", n_layer=2, max_steps=8, cutoffs=[], div_val=1, **lengths)
     given = recipe, "--data", corpus, *options, "--output"
