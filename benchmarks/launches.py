@@ -14,8 +14,9 @@ A kernel of ours counts as one operator, and PyTorch's own attention falls apart
 the one kernel that it is on a GPU. How many targets each bin has is a number that the host waits for: it is given, by
 Zipf's law, which the words of a text nearly follow, and counted as a wait unless it was asked for before the layers.
 Nothing is compiled but where a name says so; the optimiser and the check of ids are left out, and so is what others
-put around the model, but in steps of the recipes `ptb` and `wt2` as `txl-train` has them on a GPU: under autocast,
-captured, with the regularisation, clipping and Adam. What is done to a list of tensors counts as one launch.
+put around the model, but in `step`s, as `txl-train` has them on a GPU: under autocast, captured, with the
+regularisation, clipping and Adam. With cutoffs the host waits once before such a step, for the numbers of targets,
+which is not counted. What is done to a list of tensors counts as one launch.
 
 An evaluated segment is read and scored as `evaluate_language_model` does, with the memory as keys and values.
 

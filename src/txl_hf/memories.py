@@ -1,7 +1,7 @@
 """A memory between two calls: taken from the outputs, changed, as named tensors.
 
 It is a dict of arguments of the next call, `mems` and `mems_mask` as `TransfoXLModel` returns them; {}: none. Loops
-that train, evaluate or write files pass it on, and this module changes its tensors.
+that train or evaluate pass it on; this module cuts, casts, copies, masks and names its tensors.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,25 +50,27 @@ def repeat_rows(memory: dict[str, Any], rows: int) -> dict[str, Any]:
 
 
 def cast_states(memory: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The memory with states of another floating-point type."""
+    """The memory, which is not {}, with states of another floating-point type."""
     return memory | {"mems": tuple(states.to(dtype) for states in memory["mems"])}
 
 
 def cloned_states(memory: dict[str, Any]) -> dict[str, Any]:
-    """The memory in tensors of its own, because a captured graph writes its outputs to the same place at every
-    step."""
+    """The memory in new tensors, because a captured graph writes its outputs to the same place at every step. On one
+    device the states of all layers, of one type, share storage."""
     if len({states.device for states in memory.get("mems", ())}) != 1:
         return map_memory(memory, torch.clone)
     # The states of all layers by one launch.
-    mask = memory["mems_mask"]
+    mask = memory.get("mems_mask")
     return {"mems": torch.stack(memory["mems"]).unbind(), "mems_mask": None if mask is None else mask.clone()}
 
 
 def named_tensors(memory: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
     """The tensors of a memory as a file holds them: the states by prefix and number of the layer, and `mask`, if there
-    is one."""
-    tensors = {f"{prefix}{layer}": states for layer, states in enumerate(memory.get("mems") or ())}
-    mask = memory.get("mems_mask")
+    is one; {} without a memory."""
+    mems, mask = memory.get("mems"), memory.get("mems_mask")
+    if mems is None:
+        return {}
+    tensors = {f"{prefix}{layer}": states for layer, states in enumerate(mems)}
     return tensors if mask is None else tensors | {MASK: mask}
 
 
@@ -79,12 +81,12 @@ def memory_of_tensors(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, A
 
 
 def with_mask(memory: dict[str, Any]) -> dict[str, Any]:
-    """The memory with a mask, of True where it had none."""
+    """The memory, which is not {}, with a mask, of True where it had none."""
     return memory | {"mems_mask": real_states(**memory)}
 
 
 def hide_overflow(memory: dict[str, Any]) -> dict[str, Any]:
-    """The memory with the mask of `mask_overflow`."""
+    """The memory, which is not {}, with the mask of `mask_overflow`."""
     return memory | {"mems_mask": mask_overflow(**memory)}
 
 

@@ -18,11 +18,11 @@ CLIENTS = {
     "test_onnx.py": (["onnx", "onnxruntime", "onnxscript"], []),
     # What the others need that the page has blocks of.
     "test_page.py": (
-        "bitsandbytes fastapi gradio lm_eval onnx onnxruntime onnxscript openai optimum peft sb3_contrib torchao "
-        "torchrl trl uvicorn webdataset".split(),
+        "bitsandbytes fastapi gradio lm_eval onnx onnxruntime onnxscript openai optimum.quanto peft sb3_contrib "
+        "torchao torchrl trl uvicorn webdataset".split(),
         ["curl", "npm"],
     ),
-    "test_quantisation.py": (["bitsandbytes", "torchao", "optimum"], []),
+    "test_quantisation.py": (["bitsandbytes", "torchao", "optimum.quanto"], []),
     "test_recurrent_ppo.py": (["sb3_contrib"], []),
     "test_serve.py": (["fastapi", "openai", "uvicorn"], []),
     "test_space.py": (["gradio"], []),
@@ -46,10 +46,17 @@ class Lacking(pytest.Module):
         raise pytest.skip.Exception(f"{self.path.name} needs {self.lacks}: make test-clients", allow_module_level=True)
 
 
+def is_installed(name: str) -> bool:
+    """Whether a module can be imported; not a folder of that name without a file, as tests/kernels is."""
+    try:
+        return getattr(find_spec(name), "origin", None) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def pytest_pycollect_makemodule(module_path, parent):
     modules, programs = CLIENTS[module_path.name]
-    # The origin, because the folder tests/kernels counts as a module of that name.
-    lacks = [name for name in modules if getattr(find_spec(name), "origin", None) is None]
+    lacks = [name for name in modules if not is_installed(name)]
     lacks += [name for name in programs if shutil.which(name) is None]
     if not lacks:
         return None

@@ -1059,7 +1059,7 @@ def test_a_compiled_run_has_the_losses_of_another(tmp_path, corpus, monkeypatch)
         pytest.param([], marks=pytest.mark.slow),
         pytest.param(["--gradient_accumulation_steps", "2"], marks=pytest.mark.slow),
         ["--dropout", "0.2", "--bf16"],
-        ["--cutoffs", "5", "12"],
+        ["--cutoffs", "5", "12", "--bf16"],
     ],
     ids=str,
 )

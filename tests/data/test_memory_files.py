@@ -265,6 +265,7 @@ def test_a_file_is_written_whole_or_not_at_all(saved, monkeypatch, make_ids):
     ("outputs", "said"),
     [
         ({"logits": None}, "outputs, a dict, hold neither mems nor past_key_values"),
+        ({"mems": None, "mems_mask": torch.ones(1, 3)}, "outputs, a dict, hold neither mems nor past_key_values"),
         (torch.ones(1, 3), "outputs, a Tensor, hold neither mems nor past_key_values"),
         ({"past_key_values": "cache"}, "past_key_values are of type str"),
     ],

@@ -73,7 +73,7 @@ BINS = {"cutoffs": [9, 30], "div_val": 2}
 def test_steps_with_bins_of_any_numbers_of_targets_are_those_that_are_launched(
     make_model, make_ids, recorder, monkeypatch, changes
 ):
-    """Whatever the numbers are: a graph is used again only for as many or fewer, by a text that has none of a bin."""
+    """A graph is used again where all bins have the same capacities; every other text has no target but the head's."""
     monkeypatch.setattr(adaptive_transfo_xl, "FEW_LOGITS", -1)
     texts = lengths_of(make_ids, *[29, 29, 23, 29] * 8)
     texts[1::4] = [ids % 9 for ids in texts[1::4]]
@@ -84,6 +84,17 @@ def test_steps_with_bins_of_any_numbers_of_targets_are_those_that_are_launched(
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     capacities = {kind[-1] for kind in graphs.graphs}
     assert len(capacities) >= 3 and recorder.runs >= 32
+
+
+def test_steps_of_few_logits_with_bins_are_launched_beside_graphs(make_model, make_ids, recorder, monkeypatch):
+    """A last segment of a text may be as short."""
+    monkeypatch.setattr(adaptive_transfo_xl, "FEW_LOGITS", 61 * 40)
+    texts = lengths_of(make_ids, *[29, 29, 29, 5] * 6)
+    model = make_model("eager", **BINS).train()
+    graphs = CapturedSteps(Forward(model, no_context), steps_before=0)
+    expected = train(Forward(model, no_context), model, texts, 6)
+    torch.testing.assert_close(train(graphs, model, texts, 6), expected, atol=1e-6, rtol=1e-5)
+    assert {shapes[0][0] for shapes, _ in graphs.graphs} == {(2, 29)}
 
 
 @pytest.mark.parametrize("regularized", [False, True])
@@ -179,8 +190,8 @@ def test_the_host_reads_no_number(make_model, make_ids, monkeypatch, changes, re
     monkeypatch.setattr(adaptive_transfo_xl, "FEW_LOGITS", -1)
     model = make_model("sdpa", **PLAIN | changes).train()
     forward = Forward(model, no_context, regularize(model, DROPOUTS) if regularized else None)
-    counts = count_host_reads(monkeypatch, Forward, "forward")
-    learned = count_host_reads(monkeypatch, torch.Tensor, "backward")
+    counts = count_host_reads(monkeypatch, Forward, "forward", everything=True)
+    learned = count_host_reads(monkeypatch, torch.Tensor, "backward", everything=True)
     with fixed_capacities((5, 10) if "cutoffs" in changes else None):
         train(forward, model, lengths_of(make_ids, 7, 7, 5), 6)
     assert counts == learned == [0, 0, 0]
@@ -301,7 +312,7 @@ class TestOnGPU:
         monkeypatch.setattr(adaptive_transfo_xl, "FEW_LOGITS", -1)
         model = make_model("auto", **BINS).cuda().train()
         texts, forward = lengths_of(make_ids, *[29] * 12, device="cuda"), self.forward_of(model)
-        graphs = CapturedSteps(forward, steps_before=1)
+        graphs = CapturedSteps(forward, steps_before=1, dtype=torch.bfloat16)
         found = [train(steps_of, model, texts, 6) for steps_of in (forward, graphs)]
         torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=2e-2)
         assert graphs.graphs

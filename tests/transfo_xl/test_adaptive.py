@@ -311,10 +311,36 @@ def test_capacities_for_more_tokens_change_no_loss_and_no_gradient(
     def nll(softmax, hidden, targets):
         return softmax.nll(hidden, targets, by_bin)
 
-    with HostReads() as reads:
+    with HostReads(everything=True) as reads:
         losses, gradients = losses_and_gradients(softmax, hidden, targets, nll)
     assert reads.count == 0
+    with HostReads(everything=True) as reads:
+        losses_and_gradients(softmax, hidden, targets, AdaptiveLogSoftmax.nll)
+    assert reads.count > 0
     torch.testing.assert_close(losses, expected, atol=1e-6, rtol=1e-5)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed-again"])
+def test_in_a_graph_a_bin_whose_words_are_all_forbidden_changes_no_gradient(make_config, monkeypatch, kept):
+    """Its softmax has no finite logit, and tokens of other bins fill its capacity."""
+    if not kept:
+        monkeypatch.setattr(blocks, "MAX_KEPT_LOGITS", -1)
+    softmax = random_softmax(make_config(**BINS["div1"]))
+    with torch.no_grad():
+        softmax.out_layers[0].bias[9:30] = -torch.inf
+    hidden, targets = torch.randn(5, 16), torch.tensor([3, 44, -100, 60, 8])
+    expected, expected_gradients = losses_and_gradients(softmax, hidden, targets, AdaptiveLogSoftmax.nll)
+    with blocks.fixed_capacities((4, 4)):
+        by_bin = softmax.sort_targets(targets)
+
+    def nll(softmax, hidden, targets):
+        return softmax.nll(hidden, targets, by_bin)
+
+    losses, gradients = losses_and_gradients(softmax, hidden, targets, nll)
+    torch.testing.assert_close(losses, expected)
+    assert all(gradient.isfinite().all() for gradient in expected_gradients.values())
     for name, gradient in expected_gradients.items():
         torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
 

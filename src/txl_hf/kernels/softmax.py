@@ -70,8 +70,9 @@ _CAPACITIES = ContextVar[tuple[int, ...] | None]("capacities", default=None)
 def capacities_of_bins(config: TransfoXLConfig, targets: Tensor) -> tuple[int, ...] | None:
     """For each bin but the first a number of tokens, as many as it has among the targets or more; None: no cutoffs.
 
-    It is a multiple of about four times its square root, because the segments of a text differ by less, so that most
-    steps of a training have one of a few tuples. The host waits for the targets.
+    A number is rounded up to a multiple of four to eight times its square root, N at most, because the numbers of a
+    text's segments differ by about that, so that many steps of a training share a tuple. The host waits for the
+    targets.
     """
     if not config.cutoffs:
         return None
@@ -81,14 +82,21 @@ def capacities_of_bins(config: TransfoXLConfig, targets: Tensor) -> tuple[int, .
 
 def capacity_of(count: int) -> int:
     """See `capacities_of_bins`."""
-    unit = max(16, 1 << (int(4 * count**0.5) - 1).bit_length())
+    unit = 16
+    while unit < 4 * count**0.5:
+        unit *= 2
     return max(1, -(-count // unit)) * unit
 
 
 @contextmanager
 def fixed_capacities(capacities: tuple[int, ...] | None) -> Iterator[None]:
     """A context in which each bin of the softmax but the first computes a fixed number of tokens; those beyond its
-    targets have no loss. Shapes do not depend on the targets then, and the host reads no number. None: no context."""
+    targets have no loss. Shapes do not depend on the targets then, and the host reads no number.
+
+    Args:
+        capacities: for each of these bins, at least as many as its targets, and at most N; None: no fixed numbers.
+            `AdaptiveLogSoftmax.sort_targets`, which has to be called in the context, checks the targets.
+    """
     token = _CAPACITIES.set(capacities)
     try:
         yield
@@ -170,7 +178,7 @@ class _Task(NamedTuple):
         rows: (n,), the indices of the tokens among all N, each once; None: all tokens, in their order.
         block: the range. hidden_states: (n, d_i). targets: (n,). start: the target that begins the range.
         clusters: (n, c), or None where there are none.
-        scored: (n,) bool, which tokens have a loss; None: all.
+        extra: (n,) bool, which tokens have no loss; None: none.
     """
 
     rows: Tensor | None
@@ -179,15 +187,11 @@ class _Task(NamedTuple):
     targets: Tensor
     start: int
     clusters: Tensor | None
-    scored: Tensor | None = None
+    extra: Tensor | None = None
 
     def pick(self, tensor: Tensor) -> Tensor:
         """The rows of (N, …) of these tokens, (n, …)."""
         return tensor if self.rows is None else tensor.index_select(0, self.rows)
-
-    def score(self, tensor: Tensor) -> Tensor:
-        """(n,) with zeros for tokens without a loss."""
-        return tensor if self.scored is None else tensor.where(self.scored, 0)
 
     def place(self, tensor: Tensor, total: int) -> Tensor:
         """(n, …) among zeros for the other tokens, (N, …)."""
@@ -213,13 +217,13 @@ class _Table(NamedTuple):
     capacities: list[int] | None
 
     def tokens_of_bin(self, i: int) -> tuple[Tensor | None, Tensor | None]:
-        """`rows` and `scored` of a task. The head has every token that is not ignored, in any order."""
+        """`rows` and `extra` of a task. The head has all tokens but those that are ignored, or these as extra ones."""
         if self.capacities is not None:
             if i == 0:
-                return None, self.targets != -100
+                return None, self.targets == -100
             # Behind the tokens of the bin come others, round the end of the order, so that none occurs twice.
             places = self.ends[i + 2] + torch.arange(self.capacities[i - 1], device=self.order.device)
-            return self.order[places % len(self.order)], places < self.ends[i + 3]
+            return self.order[places % len(self.order)], places >= self.ends[i + 3]
         _, ignored, *ends = self.ends.tolist()
         if i == 0:
             return self.order[ignored:] if ignored else None, None
@@ -230,9 +234,9 @@ def _tasks(table: _Table) -> Iterator[_Task]:
     """A task for each bin of a table."""
     blocks = map(slice, table.ranges[::2], table.ranges[1::2])
     for i, states, block, start in zip(table.bins, table.hidden_states, blocks, table.starts, strict=True):
-        rows, scored = table.tokens_of_bin(i)
+        rows, extra = table.tokens_of_bin(i)
         columns = table.targets if i > 0 or table.head_targets is None else table.head_targets
-        task = _Task(rows, block, states, columns, start, None, scored)
+        task = _Task(rows, block, states, columns, start, None, extra)
         of_cluster = None if i > 0 or table.clusters is None else task.pick(table.clusters)
         yield task._replace(hidden_states=task.pick(states), targets=task.pick(columns), clusters=of_cluster)
 
@@ -263,7 +267,11 @@ def _compute_losses(table: _Table, vocab_size: int, keeps: bool) -> tuple[Tensor
                     add_statistics(logits, column_bias, task.targets, of_task, first)
                 else:
                     _add_statistics(logits, task.targets, of_task, first)
-            loss = task.score(of_task[0] - of_task[1])
+            loss = of_task[0] - of_task[1]
+            if task.extra is not None:
+                loss = loss.masked_fill(task.extra, 0)
+                # So that all their probabilities are 0 in the backward pass.
+                of_task[0].masked_fill_(task.extra, torch.inf)
             if losses is None:
                 losses = task.place(loss, len(targets))
             else:
@@ -287,7 +295,7 @@ def _compute_gradients(
         for k, task in enumerate(_tasks(table)):
             hidden, fused = task.hidden_states, fuses(task.hidden_states)
             grad_hidden: Tensor | None = None
-            normalizer, grad_loss = normalizers[k, : len(hidden)], task.score(task.pick(gradient))
+            normalizer, grad_loss = normalizers[k, : len(hidden)], task.pick(gradient)
             of_task = kept[k] if kept and kept[k].numel() else None
             for columns, logits, column_bias in _blocks(weight, bias, task, of_task):
                 given = (task.targets, normalizer, grad_loss)

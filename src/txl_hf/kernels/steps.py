@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
 from ..memories import cloned_states, memory_of
+from ..transfo_xl import adaptive_transfo_xl
 from .captured import RECORDERS
 from .softmax import capacities_of_bins, fixed_capacities
 from .weights import ProductWeights
@@ -82,7 +83,7 @@ class CapturedSteps:
     """A `Forward` that repeats shapes it has seen before as two CUDA graphs, with the same results and random numbers.
 
     Attributes:
-        graphs: a `CapturedStep` for the shapes and types of its inputs, and the capacities of its bins.
+        graphs: a `CapturedStep` for the shapes and types of its inputs, and the capacities of the softmax's bins.
     """
 
     def __init__(self, forward: Forward, steps_before: int = STEPS_BEFORE, dtype: torch.dtype | None = None):
@@ -95,6 +96,8 @@ class CapturedSteps:
         self._forward, self._steps_before, self._seen = forward, steps_before, Counter[tuple]()
         # Stream and memory of all graphs: a step's graphs run after those of the last step, so they may share memory.
         self._shared: dict[str, Any] = {}
+        # Inputs and memory that the graphs of some shapes read.
+        self._places: dict[tuple, tuple[dict[str, Tensor], Memory]] = {}
         self._gradients: Gradients | None = None
         self._given_up = False
 
@@ -102,12 +105,20 @@ class CapturedSteps:
         """As `Forward.forward`; the returned memory is in tensors of its own."""
         # For mypy every attribute of an `nn.Module` is a tensor or a module.
         config: Any = self._forward.model.config
-        capacities = capacities_of_bins(config, inputs["shift_labels"])
-        kind = (*((tensor.shape, tensor.dtype) for tensor in _tensors_of((inputs, memory))), capacities)
+        if self._given_up and not self.graphs:
+            return self._forward(inputs, memory)
+        capacities = None
+        if config.cutoffs and not config.output_logits:
+            if inputs["shift_labels"].numel() * config.vocab_size <= adaptive_transfo_xl.FEW_LOGITS:
+                # The host waits for the numbers of targets in `AdaptiveLogSoftmax.plain_nll`.
+                return self._forward(inputs, memory)
+            capacities = capacities_of_bins(config, inputs["shift_labels"])
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in _tensors_of((inputs, memory)))
         with fixed_capacities(capacities):
-            return self._step(kind, inputs, memory)
+            return self._step((shapes, capacities), inputs, memory)
 
     def _step(self, kind: tuple, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
+        """`kind`: the shapes and types of inputs and memory, and the capacities of bins."""
         self._seen[kind] += 1
         is_known = self._seen[kind] > self._steps_before and not self._given_up
         if is_known and kind not in self.graphs and len(self.graphs) < MOST_GRAPHS:
@@ -131,13 +142,18 @@ class CapturedSteps:
             # destroyed, PyTorch (from 2.12 on) frees cuBLAS's memory for the stream on which it was captured.
             stream = torch.cuda.Stream(device, priority=-1)
             self._shared = {"stream": stream, "pool": torch.cuda.graph_pool_handle()}
+        shapes = kind[0]
         try:
             self._gradients = self._gradients or Gradients(self._forward, self._dtype)
-            self.graphs[kind] = CapturedStep(self._forward, inputs, memory, self._gradients, self._shared)
+            if shapes not in self._places:
+                own = {name: tensor.clone() for name, tensor in inputs.items()}
+                self._places[shapes] = own, cloned_states(memory)
+            self.graphs[kind] = CapturedStep(self._forward, *self._places[shapes], self._gradients, self._shared)
         except Exception as error:
             # Any error of CUDA, its driver or PyTorch. The error at the end of a capture has the cause as its context.
             self._given_up, self._gradients = True, None
             self.graphs.clear()
+            self._places.clear()
             reason = error.__context__ or error
             logger.warning_once(f"steps are launched kernel by kernel, as no graph of them was captured: {reason}")
 
@@ -198,14 +214,14 @@ class CapturedStep:
         shared: dict[str, Any],
     ):
         """Args:
-        inputs, memory: of a step of these shapes. gradients: shared gradients, to which the step adds its own.
+        inputs, memory: of a step of these shapes; a call copies its own there, because a graph reads these addresses.
+        gradients: shared gradients, to which the step adds its own.
         shared: stream and memory of the graphs, as arguments of the recorder.
         """
         device = inputs["input_ids"].device
         record = functools.partial(RECORDERS[device.type], device=device, draws=True, **shared)
-        # A graph reads the captured addresses, so inputs are copied. Weights keep their addresses as new leaves,
-        # because a capture would have to wait for the stream on which an earlier step used the old ones.
-        places = {name: tensor.clone() for name, tensor in inputs.items()}, cloned_states(memory)
+        # Weights keep their addresses as new leaves, because a capture would have to wait for the stream on which an
+        # earlier step used the old ones.
         leaves: dict[str, Tensor] = {name: nn.Parameter(weight.detach()) for name, weight in gradients.weights.items()}
         losses: list[Tensor] = []
         products = gradients.products
@@ -214,9 +230,9 @@ class CapturedStep:
         def compute() -> tuple[Tensor, Tensor, Memory]:
             if products is not None:
                 products.renew()
-            nll, penalty, memory = functional_call(forward, leaves, places)
+            nll, penalty, remembered = functional_call(forward, leaves, (inputs, memory))
             losses[:] = [loss for loss in (nll, penalty) if loss.requires_grad]
-            return nll.detach(), penalty.detach(), memory
+            return nll.detach(), penalty.detach(), remembered
 
         def differentiate() -> tuple[Tensor | None, ...]:
             found = torch.autograd.grad(losses, list(leaves.values()), self._given, allow_unused=True)
@@ -239,7 +255,7 @@ class CapturedStep:
                 self._given = [torch.ones_like(loss) for loss in losses]
                 self._is_learned = [gradient is not None for gradient in differentiate()]
             self._forward, self._backward = record(compute), record(learn)
-        self._places, self._gradients = [_tensors_of(tree) for tree in places], gradients
+        self._places, self._gradients = [_tensors_of(tree) for tree in (inputs, memory)], gradients
         # An input of `_Learned` with `requires_grad`, so that autograd calls its backward.
         self._asked = torch.zeros((), device=device, requires_grad=True)
 
