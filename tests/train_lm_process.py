@@ -2,7 +2,6 @@
 
 import os
 
-import torch
 from accelerate.state import DistributedType, PartialState
 
 import launcher
@@ -52,23 +51,17 @@ def run(argv: list, processes: int = 1, kill_at: int | None = None, sharded: str
 
 
 def _train(argv: list[str], kill_at: int | None, sharded: str | None):
-    if sharded == "deepspeed":
-        # Elsewhere than the user's: a compilation that was killed leaves a lock there, which torch waits for for ever.
-        extensions = argv[argv.index("--output") + 1] + "-extensions"
-        os.environ |= {
-            "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
-            "DS_ACCELERATOR": "cpu",
-            "TORCH_EXTENSIONS_DIR": extensions,
-        }
-        # accelerate uses DeepSpeed on every device but the CPU, though that can.
-        PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
-        torch.accelerator.is_available = lambda: True
-        command.main(argv)
-        return
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    if sharded == "fsdp2":
+    if sharded is not None:
+        _shard(sharded, argv)
+    if kill_at is not None:
+        launcher.kill_at(kill_at)
+    command.main(argv)
+
+
+def _shard(by: str, argv: list[str]):
+    """Have the run of this process shard its weights, as `accelerate launch` asks for it."""
+    if by == "fsdp2":
         os.environ |= {
             "ACCELERATE_USE_FSDP": "true",
             "FSDP_VERSION": "2",
@@ -76,9 +69,24 @@ def _train(argv: list[str], kill_at: int | None, sharded: str | None):
             "FSDP_TRANSFORMER_CLS_TO_WRAP": "TransfoXLLayer",
             "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
         }
-        # accelerate shards on every device but the CPU, though torch can.
-        PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    if kill_at is not None:
-        launcher.kill_at(kill_at)
-    command.main(argv)
+    else:
+        os.environ |= {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+            "DS_ACCELERATOR": "cpu",
+            # Not the user's folder, because torch waits for the lock of a compilation that was killed.
+            "TORCH_EXTENSIONS_DIR": argv[argv.index("--output") + 1] + "-extensions",
+        }
+    make_trainer = command.make_trainer
+
+    def make_sharded(*given):
+        # accelerate shards on every device but the CPU, though torch and DeepSpeed can; `TrainingArguments`, which are
+        # made by now, begin a state of their own.
+        kind = DistributedType.MULTI_GPU if by == "fsdp2" else DistributedType.DEEPSPEED
+        PartialState._shared_state["distributed_type"] = kind
+        del os.environ["ACCELERATE_USE_CPU"]
+        trainer = make_trainer(*given)
+        assert trainer.is_fsdp_enabled if by == "fsdp2" else trainer.is_deepspeed_enabled
+        return trainer
+
+    command.make_trainer = make_sharded
