@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models import small_model
 from recorder import Recorder, let_the_host_wait
-from txl_hf import ContinuousCache, TransfoXLForCausalLM, evaluate_language_model, token_losses
+from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM, evaluate_language_model, token_losses
 from txl_hf.evaluation import reading
 from txl_hf.kernels import captured
 from txl_hf.kernels.captured import SEGMENTS_BEFORE, why_not_captured
@@ -77,7 +77,9 @@ def test_losses_are_those_of_segments_that_are_launched(length, segment_length, 
         found = token_losses(MODEL, *arguments, **lengths)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     labels = math.ceil(length / batch_size) - 1
-    assert recorder.runs == replays(labels, segment_length, memory_length)
+    # With `same_length` a pass reads several segments.
+    joined = max(1, reading.TOKENS_AT_ONCE // (batch_size * segment_length)) if lengths["same_length"] else 1
+    assert recorder.runs == replays(labels, segment_length * joined, memory_length)
     assert (recorder.runs > 0) <= recorder.recorded <= 1
 
 
@@ -91,6 +93,62 @@ def test_any_model_and_backend(recorder, changes, backend):
     assert recorder.runs >= replays(199, 5, 12, initial) > 0
     del captured.RECORDERS["cpu"]
     torch.testing.assert_close(found, token_losses(model, ids, 5), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("initial_memory", ["empty", "zeros"])
+@pytest.mark.parametrize("counts_self", [True, False])
+@pytest.mark.parametrize("pieces", [{}, {"batch_size": 3, "warm_up": 7, "clamp_len": 5}], ids=["one", "three"])
+def test_with_same_length_a_pass_reads_several_segments(recorder, monkeypatch, initial_memory, counts_self, pieces):
+    """Each token sees as many keys in a segment of any length, so that no loss changes; results name the segment."""
+    monkeypatch.setattr(reading, "TOKENS_AT_ONCE", 48)
+    # In fp64, so that nothing but rounding may differ; the test above has fp32.
+    model = tiny_model(same_length=True, same_length_counts_self=counts_self, initial_memory=initial_memory).double()
+    forward, lengths = type(model.transformer).forward, []
+
+    def counted(self, input_ids, *args, **kwargs):
+        lengths.append(input_ids.shape[1])
+        return forward(self, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.transformer), "forward", counted)
+    ids, joined = text(1000), 48 // pieces.get("batch_size", 1) // 5 * 5
+    found, result = token_losses(model, ids, 5, **pieces), evaluate_language_model(model, ids, 5, **pieces)
+    assert set(lengths[:4]) == {joined} and recorder.runs > 0 and result.segment_length == 5
+    del captured.RECORDERS["cpu"]
+    lengths.clear()
+    torch.testing.assert_close(found, token_losses(model, ids, 5, **pieces), rtol=0, atol=1e-6)
+    assert max(lengths) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments"),
+    [
+        ({}, {}),
+        ({"attn_type": 1}, {"same_length": True}),
+        ({}, {"same_length": True, "cache": ContinuousCache(50, 0.3, 0.2)}),
+        ({}, {"same_length": True, "dynamic": DynamicEvaluation(0.01)}),
+        ({}, {"same_length": True, "document_end": 3}),
+        ({}, {"same_length": True, "ext_len": 2}),
+    ],
+    ids=["no-same-length", "attn-type-1", "cache", "dynamic", "documents", "ext_len"],
+)
+def test_a_pass_reads_one_segment_where_more_could_change_a_loss(recorder, monkeypatch, changes, arguments):
+    model = tiny_model(**changes)
+    seen, segments = [], reading.Text.segments
+    monkeypatch.setattr(
+        reading.Text, "segments", lambda text, device, joined=1: seen.append(joined) or segments(text, device, joined)
+    )
+    token_losses(model, text(100), 5, **arguments)
+    assert seen == [1]
+
+
+@pytest.mark.parametrize(("rows", "joined"), [(1, 16), (3, 5), (16, 1), (400, 1)])
+def test_scores_of_a_pass_take_at_most_a_gibibyte(recorder, monkeypatch, rows, joined):
+    """For B rows, H heads, L tokens and m + L keys: 4·B·H·L·(m + L) bytes."""
+    reader = reading.Reader(MODEL, given := reading.Reading(64, 12, rows, same_length=True).of(MODEL.config))
+    assert reader._joined(given) == joined
+    heads = MODEL.config.n_head
+    monkeypatch.setattr(reading, "MOST_BYTES", 4 * heads * 256 * (12 + 256))
+    assert reader._joined(given) == {1: 4, 3: 2}.get(rows, 1)
 
 
 def test_states_of_earlier_segments_stay_what_they_were(recorder):

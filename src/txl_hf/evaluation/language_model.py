@@ -120,7 +120,8 @@ def evaluate_language_model(
             begins.
         token_ids: N token ids, N > batch_size: a list, an array, a CPU tensor, a memory-mapped array or another
             sequence with slices.
-        segment_length: L ≥ 1, tokens scored in one pass and stream.
+        segment_length: L ≥ 1, tokens scored in one pass and stream. With `same_length` on a GPU a pass reads several
+            segments, up to 1,024 tokens, because no loss depends on L there.
         memory_length: M ≥ 0, states remembered per layer. None: the model's `mem_len`.
         batch_size: B ≥ 1, streams read in parallel.
         warm_up: tokens at the start of each stream that are not scored; the first never is. They fill the memory, and
@@ -231,7 +232,8 @@ def _losses(
     bar = tqdm(total=text.share_tokens, unit="token", desc="evaluate", disable=not text.reading.progress)
     if dynamic is None:
         with evaluating(model), torch.no_grad(), bar:
-            yield _mix(Reader(model, text.reading).losses(text), caches, bar)
+            may_join = all(cache is None for cache in caches)
+            yield _mix(Reader(model, text.reading).losses(text, may_join), caches, bar)
     else:
         with adapting(model, dynamic, text) as adaptation, following(model), bar:
             yield _mix(adaptation.losses(text), caches, bar)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..data.streams import check_document_end, check_sizes, cut_streams, document_starts, open_tokens, read_tokens
-from ..kernels.captured import SegmentsAlike
+from ..kernels.captured import SegmentsAlike, why_not_captured
 from ..memories import latest_states, memory_of
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
@@ -23,8 +23,9 @@ from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
 # Tokens of the text, and losses, that are copied between the host and a device at once.
 TOKENS_MOVED = 2**20
-# Short segments are scored together, because the softmax reads all of its tables, up to hundreds of MB, each time.
-TOKENS_AT_ONCE = 1024
+# Short segments are scored together, because the softmax reads all of its tables, up to hundreds of MB, each time; and
+# read together where that changes no loss, while scores of attention take at most `MOST_BYTES`.
+TOKENS_AT_ONCE, MOST_BYTES = 1024, 2**30
 # The settings that reproduce a figure; `txl-train` saves them beside its figures.
 LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
 
@@ -140,9 +141,9 @@ class Text:
                 at = int(outside.argmax())
                 raise ValueError(f"token_ids[{start + at}] is {ids[at]}, outside the vocabulary [0, {vocab_size})")
 
-    def segments(self, device: torch.device) -> Iterator[Segment]:
-        """All passes; in each up to `ext_len` tokens are read again."""
-        segment_length, ext_len = self.reading.segment_length, self.reading.ext_len or 0
+    def segments(self, device: torch.device, joined: int = 1) -> Iterator[Segment]:
+        """All passes, each over so many segments; up to `ext_len` tokens are read again."""
+        segment_length, ext_len = self.reading.segment_length * joined, self.reading.ext_len or 0
         # A whole number of segments, so that no segment is cut by the end of a piece.
         at_once = max(1, TOKENS_MOVED // (len(self.share) * segment_length)) * segment_length
         for start in range(0, self.length, at_once):
@@ -265,20 +266,35 @@ class Reader:
         self._remember(outputs)
         return outputs.hidden_states[-1][:, -length:], outputs.losses[:, -length:]
 
-    def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
+    def losses(self, text: Text, may_join: bool = False) -> Iterator[tuple[Segment, Tensor, Tensor]]:
         """Each segment with the (B, L, D) states that predict its targets and their (B, L) fp32 losses, 0 if
-        unscored."""
-        segments = text.segments(device_of(self.model))
+        unscored. `may_join`: whether several segments may be one."""
         if self.whole:
-            for segment in segments:
+            for segment in text.segments(device_of(self.model)):
                 yield segment, *self._read_and_score_whole(segment)
             return
+        joined = self._joined(text.reading) if may_join else 1
+        segments = text.segments(device_of(self.model), joined)
         # By the batch of all processes, so that all score equally often, however many streams each has.
-        at_once = max(1, TOKENS_AT_ONCE // (text.reading.batch_size * text.reading.segment_length))
+        at_once = max(1, TOKENS_AT_ONCE // (text.reading.batch_size * text.reading.segment_length * joined))
         while group := list(islice(segments, at_once)):
             targets = torch.cat([segment.targets for segment in group], dim=1)
             states, losses = self.read_and_score(group, targets)
             yield from zip(group, states, losses.split([part.shape[1] for part in states], dim=1), strict=True)
+
+    def _joined(self, reading: Reading) -> int:
+        """The number of segments that a pass reads. With `same_length` a token sees as many keys in a segment of any
+        length, so that a CUDA graph reads several short ones, with a fraction of the launches of each."""
+        rows, length, memory = reading.batch_size, reading.segment_length, reading.memory_length or 0
+        heads, device = self.model.config.n_head, device_of(self.model)
+        alike = (
+            reading.same_length and memory > 0 and reading.document_end is None and self.model.config.attn_type == 0
+        )
+        joined = max(1, TOKENS_AT_ONCE // (rows * length)) if alike and self._projected else 1
+        while joined > 1 and 4 * rows * heads * joined * length * (memory + joined * length) > MOST_BYTES:
+            joined //= 2
+        ids = torch.empty((rows, joined * length), dtype=torch.long, device=device)
+        return 1 if joined == 1 or why_not_captured(self.model.transformer, ids) else joined
 
     def _arguments(self, resets: Tensor | None) -> dict[str, Any]:
         options = {"lengths": self._lengths, "use_cache": self._projected, "return_dict": True}
