@@ -49,6 +49,19 @@ def repeat_rows(memory: dict[str, Any], rows: int) -> dict[str, Any]:
     return map_memory(memory, lambda tensor: tensor.expand(rows, *tensor.shape[1:]))
 
 
+def dtype_between_calls(model: Any, mixed_precision: str) -> torch.dtype:
+    """The type of a training's states between two calls: the model's or, since accelerate casts outputs to fp32, that
+    of autocast, to which the model rounded them unless a layer normalisation reads them (`pre_lnorm`).
+
+    Args:
+        model: with a configuration of ours. mixed_precision: that of accelerate, "no", "bf16", "fp16" or another.
+    """
+    dtype = model.first_parameter.dtype
+    if model.config.pre_lnorm:
+        return dtype
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision, dtype)
+
+
 def cast_states(memory: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The memory, which is not {}, with states of another floating-point type."""
     return memory | {"mems": tuple(states.to(dtype) for states in memory["mems"])}

@@ -31,7 +31,15 @@ from ..evaluation.cards import METRICS
 from ..evaluation.language_model import figures
 from ..files import disk_errors
 from ..kernels.steps import CapturedSteps, Forward, compile_layers, uncompiled
-from ..memories import cast_states, cloned_states, hide_overflow, latest_states, map_memory, memory_of
+from ..memories import (
+    cast_states,
+    cloned_states,
+    dtype_between_calls,
+    hide_overflow,
+    latest_states,
+    map_memory,
+    memory_of,
+)
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
 from ..transfo_xl.masks_transfo_xl import without_padding
@@ -456,11 +464,8 @@ class TransfoXLTrainer(Trainer):
         """The memory for the next call."""
         if not memory:
             return {}
-        # Mixed precision returns fp32. States are cast to autocast's type, to which the model rounded them unless a
-        # layer normalisation reads them.
-        dtype = self.model.first_parameter.dtype
-        if self.accelerator.native_amp and not self.model.config.pre_lnorm:
-            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, dtype)
+        precision = self.accelerator.mixed_precision if self.accelerator.native_amp else "no"
+        dtype = dtype_between_calls(self.model, precision)
         memory = cast_states(memory, dtype)
         if detach:
             memory = map_memory(memory, Tensor.detach)
