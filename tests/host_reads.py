@@ -12,7 +12,8 @@ from txl_hf.transfo_xl import adaptive_transfo_xl, masks_transfo_xl, memory_tran
 
 class HostReads(TorchDispatchMode):
     """Within it the numbers that `item`, `int` or `bool` read are counted, in `count`; with `everything` also each
-    `tolist`, and each `nonzero`, for whose shape the host waits."""
+    `tolist`, and each `nonzero`, for whose shape the host waits. In custom operators `tolist` alone is counted,
+    because dispatch modes are off there."""
 
     def __init__(self, everything: bool = False):
         super().__init__()

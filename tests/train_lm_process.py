@@ -3,6 +3,7 @@
 import os
 
 from accelerate.state import DistributedType, PartialState
+from torch.distributed.fsdp import FSDPModule
 
 import launcher
 from txl_hf.commands import train_lm as command
@@ -77,7 +78,7 @@ def _shard(by: str, argv: list[str]):
             # Not the user's folder, because torch waits for the lock of a compilation that was killed.
             "TORCH_EXTENSIONS_DIR": argv[argv.index("--output") + 1] + "-extensions",
         }
-    make_trainer = command.make_trainer
+    make_trainer, save_best = command.make_trainer, command.save_best
 
     def make_sharded(*given):
         # accelerate shards on every device but the CPU, though torch and DeepSpeed can; `TrainingArguments`, which are
@@ -89,4 +90,8 @@ def _shard(by: str, argv: list[str]):
         assert trainer.is_fsdp_enabled if by == "fsdp2" else trainer.is_deepspeed_enabled
         return trainer
 
-    command.make_trainer = make_sharded
+    def save_sharded(trainer, *given):
+        assert by != "fsdp2" or isinstance(trainer.model_wrapped, FSDPModule)
+        save_best(trainer, *given)
+
+    command.make_trainer, command.save_best = make_sharded, save_sharded

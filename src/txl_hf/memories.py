@@ -50,11 +50,11 @@ def repeat_rows(memory: dict[str, Any], rows: int) -> dict[str, Any]:
 
 
 def dtype_between_calls(model: Any, mixed_precision: str) -> torch.dtype:
-    """The type of a training's states between two calls: the model's or, since accelerate casts outputs to fp32, that
-    of autocast, to which the model rounded them unless a layer normalisation reads them (`pre_lnorm`).
+    """The type of a training's states between two calls: autocast's without `pre_lnorm`, because the model rounded
+    them to it before accelerate cast them to fp32; else the model's.
 
     Args:
-        model: with a configuration of ours. mixed_precision: that of accelerate, "no", "bf16", "fp16" or another.
+        model: a Transformer-XL with any head. mixed_precision: that of accelerate, "no", "bf16", "fp16" or another.
     """
     dtype = model.first_parameter.dtype
     if model.config.pre_lnorm:

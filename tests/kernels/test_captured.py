@@ -10,6 +10,7 @@ import logging
 import math
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -74,11 +75,13 @@ def test_losses_are_those_of_segments_that_are_launched(length, segment_length, 
     recorder = Recorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(captured.RECORDERS, "cpu", recorder)
+        # So that texts as short have several passes with `same_length`.
+        patch.setattr(reading, "TOKENS_AT_ONCE", 12)
         found = token_losses(MODEL, *arguments, **lengths)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     labels = math.ceil(length / batch_size) - 1
     # With `same_length` a pass reads several segments.
-    joined = max(1, reading.TOKENS_AT_ONCE // (batch_size * segment_length)) if lengths["same_length"] else 1
+    joined = max(1, 12 // (batch_size * segment_length)) if lengths["same_length"] else 1
     assert recorder.runs == replays(labels, segment_length * joined, memory_length)
     assert (recorder.runs > 0) <= recorder.recorded <= 1
 
@@ -97,12 +100,17 @@ def test_any_model_and_backend(recorder, changes, backend):
 
 @pytest.mark.parametrize("initial_memory", ["empty", "zeros"])
 @pytest.mark.parametrize("counts_self", [True, False])
+@pytest.mark.parametrize("attn_type", [0, 1])
 @pytest.mark.parametrize("pieces", [{}, {"batch_size": 3, "warm_up": 7, "clamp_len": 5}], ids=["one", "three"])
-def test_with_same_length_a_pass_reads_several_segments(recorder, monkeypatch, initial_memory, counts_self, pieces):
+def test_with_same_length_a_pass_reads_several_segments(
+    recorder, monkeypatch, initial_memory, counts_self, attn_type, pieces
+):
     """Each token sees as many keys in a segment of any length, so that no loss changes; results name the segment."""
     monkeypatch.setattr(reading, "TOKENS_AT_ONCE", 48)
     # In fp64, so that nothing but rounding may differ; the test above has fp32.
-    model = tiny_model(same_length=True, same_length_counts_self=counts_self, initial_memory=initial_memory).double()
+    model = tiny_model(
+        same_length=True, same_length_counts_self=counts_self, initial_memory=initial_memory, attn_type=attn_type
+    ).double()
     forward, lengths = type(model.transformer).forward, []
 
     def counted(self, input_ids, *args, **kwargs):
@@ -119,17 +127,36 @@ def test_with_same_length_a_pass_reads_several_segments(recorder, monkeypatch, i
     assert max(lengths) == 5
 
 
+@pytest.mark.parametrize("use_cache", [False, True], ids=["states", "keys"])
+def test_with_same_length_a_pass_reads_several_segments_behind_a_given_memory(recorder, monkeypatch, use_cache):
+    """The memory is shorter than the longest, and of states some are padding."""
+    monkeypatch.setattr(reading, "TOKENS_AT_ONCE", 48)
+    model, before = tiny_model(same_length=True).double(), text(14).view(2, 7)
+    mask = torch.ones_like(before)
+    if not use_cache:
+        mask[0, :3] = 0
+    with torch.no_grad():
+        memory = model(before, attention_mask=mask, use_cache=use_cache)
+    memory = {CACHE_NAME: memory[CACHE_NAME]} if use_cache else {"mems": memory.mems, "mems_mask": memory.mems_mask}
+    found = token_losses(model, text(900), 4, batch_size=2, memory=memory)
+    assert recorder.runs > 0
+    del captured.RECORDERS["cpu"]
+    expected = token_losses(model, text(900), 4, batch_size=2, memory=memory)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert not torch.allclose(expected, token_losses(model, text(900), 4, batch_size=2))
+
+
 @pytest.mark.parametrize(
     ("changes", "arguments"),
     [
         ({}, {}),
-        ({"attn_type": 1}, {"same_length": True}),
         ({}, {"same_length": True, "cache": ContinuousCache(50, 0.3, 0.2)}),
         ({}, {"same_length": True, "dynamic": DynamicEvaluation(0.01)}),
         ({}, {"same_length": True, "document_end": 3}),
         ({}, {"same_length": True, "ext_len": 2}),
+        ({}, {"same_length": True, "memory_length": 0}),
     ],
-    ids=["no-same-length", "attn-type-1", "cache", "dynamic", "documents", "ext_len"],
+    ids=["no-same-length", "cache", "dynamic", "documents", "ext_len", "no-memory"],
 )
 def test_a_pass_reads_one_segment_where_more_could_change_a_loss(recorder, monkeypatch, changes, arguments):
     model = tiny_model(**changes)
@@ -149,6 +176,8 @@ def test_scores_of_a_pass_take_at_most_a_gibibyte(recorder, monkeypatch, rows, j
     heads = MODEL.config.n_head
     monkeypatch.setattr(reading, "MOST_BYTES", 4 * heads * 256 * (12 + 256))
     assert reader._joined(given) == {1: 4, 3: 2}.get(rows, 1)
+    # A segment may be as long as the user says, however short the text is.
+    assert reader._joined(replace(given, segment_length=10**12)) == 1
 
 
 def test_states_of_earlier_segments_stay_what_they_were(recorder):
@@ -326,9 +355,12 @@ def test_other_threads_draw_from_the_generator_as_soon_as_capturing_has_begun(mo
 class TestOnGPU:
     @pytest.mark.parametrize("backend", ["auto", "txl_triton", "eager"])
     @pytest.mark.parametrize(
-        "changes", [{}, {"cutoffs": [], "div_val": 1}, {"clamp_len": 5}, {"decay_len": 3}], ids=str
+        "changes",
+        [{}, {"cutoffs": [], "div_val": 1}, {"clamp_len": 5}, {"decay_len": 3}, {"same_length": True}],
+        ids=str,
     )
     def test_losses_are_those_of_segments_that_are_launched(self, monkeypatch, changes, backend):
+        monkeypatch.setattr(reading, "TOKENS_AT_ONCE", 20)
         model, ids = tiny_model(**changes).cuda(), text(400)
         model.set_attn_implementation(backend)
         record, recorded = captured.RECORDERS["cuda"], []

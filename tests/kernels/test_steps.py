@@ -73,7 +73,7 @@ BINS = {"cutoffs": [9, 30], "div_val": 2}
 def test_steps_with_bins_of_any_numbers_of_targets_are_those_that_are_launched(
     make_model, make_ids, recorder, monkeypatch, changes
 ):
-    """A graph is used again where all bins have the same capacities; every other text has no target but the head's."""
+    """A graph is used again where all bins have the same capacities; every fourth text has the head's alone."""
     monkeypatch.setattr(adaptive_transfo_xl, "FEW_LOGITS", -1)
     texts = lengths_of(make_ids, *[29, 29, 23, 29] * 8)
     texts[1::4] = [ids % 9 for ids in texts[1::4]]
@@ -84,6 +84,8 @@ def test_steps_with_bins_of_any_numbers_of_targets_are_those_that_are_launched(
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     capacities = {kind[-1] for kind in graphs.graphs}
     assert len(capacities) >= 3 and recorder.runs >= 32
+    # Graphs of the same shapes read the same places.
+    assert len(graphs._places) == len({shapes for shapes, _ in graphs.graphs}) < len(graphs.graphs)
 
 
 def test_steps_of_few_logits_with_bins_are_launched_beside_graphs(make_model, make_ids, recorder, monkeypatch):
@@ -205,6 +207,16 @@ def test_what_cannot_be_captured_is_launched_and_a_warning_says_why(make_model, 
     expected = train(Forward(model, no_context), model, texts, 6)
     torch.testing.assert_close(train(CapturedSteps(Forward(model, no_context)), model, texts, 6), expected)
     assert "launched kernel by kernel" in caplog.text and "not permitted" in caplog.text
+
+
+def test_where_nothing_can_be_captured_the_host_waits_for_no_numbers_of_bins(make_model, make_ids, monkeypatch):
+    monkeypatch.setattr(adaptive_transfo_xl, "FEW_LOGITS", -1)
+    monkeypatch.setitem(captured.RECORDERS, "cpu", Recorder(fails=True))
+    counted, count = [], steps.capacities_of_bins
+    monkeypatch.setattr(steps, "capacities_of_bins", lambda *given: counted.append(1) or count(*given))
+    model = make_model("eager", **BINS).train()
+    train(CapturedSteps(Forward(model, no_context)), model, lengths_of(make_ids, *[29] * 9), 6)
+    assert len(counted) < 9
 
 
 def test_where_no_room_is_left_no_more_is_captured(make_model, make_ids, recorder, monkeypatch, caplog):

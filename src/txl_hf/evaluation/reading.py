@@ -24,7 +24,7 @@ from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 # Tokens of the text, and losses, that are copied between the host and a device at once.
 TOKENS_MOVED = 2**20
 # Short segments are scored together, because the softmax reads all of its tables, up to hundreds of MB, each time; and
-# read together where that changes no loss, while scores of attention take at most `MOST_BYTES`.
+# read together where that changes no loss, while the scores of a layer take at most `MOST_BYTES` in fp32.
 TOKENS_AT_ONCE, MOST_BYTES = 1024, 2**30
 # The settings that reproduce a figure; `txl-train` saves them beside its figures.
 LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
@@ -142,7 +142,7 @@ class Text:
                 raise ValueError(f"token_ids[{start + at}] is {ids[at]}, outside the vocabulary [0, {vocab_size})")
 
     def segments(self, device: torch.device, joined: int = 1) -> Iterator[Segment]:
-        """All passes, each over so many segments; up to `ext_len` tokens are read again."""
+        """All passes, each over `joined` segments; in each up to `ext_len` tokens are read again."""
         segment_length, ext_len = self.reading.segment_length * joined, self.reading.ext_len or 0
         # A whole number of segments, so that no segment is cut by the end of a piece.
         at_once = max(1, TOKENS_MOVED // (len(self.share) * segment_length)) * segment_length
@@ -286,15 +286,14 @@ class Reader:
         """The number of segments that a pass reads. With `same_length` a token sees as many keys in a segment of any
         length, so that a CUDA graph reads several short ones, with a fraction of the launches of each."""
         rows, length, memory = reading.batch_size, reading.segment_length, reading.memory_length or 0
-        heads, device = self.model.config.n_head, device_of(self.model)
-        alike = (
-            reading.same_length and memory > 0 and reading.document_end is None and self.model.config.attn_type == 0
-        )
-        joined = max(1, TOKENS_AT_ONCE // (rows * length)) if alike and self._projected else 1
+        heads, joined = self.model.config.n_head, TOKENS_AT_ONCE // (rows * length)
         while joined > 1 and 4 * rows * heads * joined * length * (memory + joined * length) > MOST_BYTES:
             joined //= 2
-        ids = torch.empty((rows, joined * length), dtype=torch.long, device=device)
-        return 1 if joined == 1 or why_not_captured(self.model.transformer, ids) else joined
+        same = reading.same_length and memory > 0 and reading.document_end is None
+        if joined <= 1 or not same or not self._projected:
+            return 1
+        ids = torch.empty((rows, joined * length), dtype=torch.long, device=device_of(self.model))
+        return 1 if why_not_captured(self.model.transformer, ids) else joined
 
     def _arguments(self, resets: Tensor | None) -> dict[str, Any]:
         options = {"lengths": self._lengths, "use_cache": self._projected, "return_dict": True}

@@ -29,7 +29,7 @@ logger = logging.get_logger(__name__)
 
 # Steps of a shape that are launched kernel by kernel before a capture, which takes as long as some four of them.
 STEPS_BEFORE = 3
-# Each graph has its own inputs and memory; all graphs share memory for activations and gradients.
+# Graphs of the same shapes share inputs and memory; all graphs share memory for activations and gradients.
 MOST_GRAPHS = 64
 
 Memory = dict[str, Any]
