@@ -330,11 +330,9 @@ def pretending(counter: Counter):
         return blockwise(softmax, hidden_states, targets, by_bin)
 
     def capacities_of_bins(config, targets):
-        return (
-            None
-            if not config.cutoffs
-            else tuple(map(adaptive.capacity_of, sizes_of_bins(config, targets.numel())[1:]))
-        )
+        if not config.cutoffs:
+            return None
+        return tuple(map(adaptive.capacity_of, sizes_of_bins(config, targets.numel())[1:]))
 
     autocast = Autocast()
 

@@ -73,7 +73,7 @@ BINS = {"cutoffs": [9, 30], "div_val": 2}
 def test_steps_with_bins_of_any_numbers_of_targets_are_those_that_are_launched(
     make_model, make_ids, recorder, monkeypatch, changes
 ):
-    """A graph is used again where all bins have the same capacities; every fourth text has the head's alone."""
+    """A graph is used again where all bins have the same capacities. Every fourth text has the head's tokens alone."""
     monkeypatch.setattr(adaptive_transfo_xl, "FEW_LOGITS", -1)
     texts = lengths_of(make_ids, *[29, 29, 23, 29] * 8)
     texts[1::4] = [ids % 9 for ids in texts[1::4]]

@@ -216,25 +216,27 @@ class _Table(NamedTuple):
     starts: list[int]
     capacities: list[int] | None
 
-    def tokens_of_bin(self, i: int) -> tuple[Tensor | None, Tensor | None]:
-        """`rows` and `extra` of a task. The head has all tokens but those that are ignored, or these as extra ones."""
-        if self.capacities is not None:
+    def tokens_of_bin(self, i: int, ends: Any) -> tuple[Tensor | None, Tensor | None]:
+        """`rows` and `extra` of a task, by `TargetsByBin.ends`, as numbers without capacities. The head leaves ignored
+        tokens out; with capacities they are extra ones."""
+        if self.capacities is None:
             if i == 0:
-                return None, self.targets == -100
-            # Behind the tokens of the bin come others, round the end of the order, so that none occurs twice.
-            places = self.ends[i + 2] + torch.arange(self.capacities[i - 1], device=self.order.device)
-            return self.order[places % len(self.order)], places >= self.ends[i + 3]
-        _, ignored, *ends = self.ends.tolist()
+                return self.order[ends[1] :] if ends[1] else None, None
+            return self.order[ends[i + 2] : ends[i + 3]], None
         if i == 0:
-            return self.order[ignored:] if ignored else None, None
-        return self.order[ends[i] : ends[i + 1]], None
+            return None, self.targets == -100
+        # The capacity is filled with the tokens that follow in the order, behind its end from its start on, so that
+        # none occurs twice.
+        places = ends[i + 2] + torch.arange(self.capacities[i - 1], device=self.order.device)
+        return self.order[places % len(self.order)], places >= ends[i + 3]
 
 
 def _tasks(table: _Table) -> Iterator[_Task]:
     """A task for each bin of a table."""
+    ends = table.ends.tolist() if table.capacities is None else table.ends
     blocks = map(slice, table.ranges[::2], table.ranges[1::2])
     for i, states, block, start in zip(table.bins, table.hidden_states, blocks, table.starts, strict=True):
-        rows, extra = table.tokens_of_bin(i)
+        rows, extra = table.tokens_of_bin(i, ends)
         columns = table.targets if i > 0 or table.head_targets is None else table.head_targets
         task = _Task(rows, block, states, columns, start, None, extra)
         of_cluster = None if i > 0 or table.clusters is None else task.pick(table.clusters)

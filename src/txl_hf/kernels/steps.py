@@ -103,10 +103,10 @@ class CapturedSteps:
 
     def __call__(self, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
         """As `Forward.forward`; the returned memory is in tensors of its own."""
-        # For mypy every attribute of an `nn.Module` is a tensor or a module.
-        config: Any = self._forward.model.config
         if self._given_up and not self.graphs:
             return self._forward(inputs, memory)
+        # For mypy every attribute of an `nn.Module` is a tensor or a module.
+        config: Any = self._forward.model.config
         capacities = None
         if config.cutoffs and not config.output_logits:
             if inputs["shift_labels"].numel() * config.vocab_size <= adaptive_transfo_xl.FEW_LOGITS:
