@@ -18,7 +18,8 @@ put around the model, but in `step`s, as `txl-train` has them on a GPU: under au
 regularisation, clipping and Adam. With cutoffs the host waits once before such a step, for the numbers of targets,
 which is not counted. What is done to a list of tensors counts as one launch.
 
-An evaluated segment is read and scored as `evaluate_language_model` does, with the memory as keys and values.
+An evaluated segment is read and scored as `evaluate_language_model` does, with the memory as keys and values: the mean
+of segments that graphs read, of which some move the memory.
 
 `graph` in a name is a decoded token with a static cache when all of it is one graph: the kernels that Inductor writes
 for a CPU, without compiling them, and no other count. For a GPU it may join them otherwise: nobody has seen that yet.
@@ -168,6 +169,7 @@ WORKLOADS = {
     "wt2-step-compiled": Workload("step", WT2, 32, 150, 150, True, "layers", DROPPED),
     "base-evaluate": Workload("evaluate", BASE, 32, 64, 640),
     "base-evaluate-long": Workload("evaluate", BASE, 1, 1024, 640),
+    "large-evaluate": Workload("evaluate", LARGE, 32, 128, 1600),
     "base-decode": Workload("decode", BASE, 1, 1, 640),
     "base-decode-32": Workload("decode", BASE, 32, 1, 640),
     "base-decode-static": Workload("decode_static", BASE, 1, 1, 640),
@@ -374,14 +376,15 @@ def count(workload: Workload, backend: str) -> dict[str, float]:
         else:
             config._attn_implementation = backend
             step = prepare(config, workload)
-        counter.waits = 0
+        counter.waits, steps = 0, captured.MOST_GRAPHS if workload.task == "evaluate" else 1
         with counter:
-            step()
+            for _ in range(steps):
+                step()
     return {
-        "launches": counter.launches,
-        "gigabytes": counter.bytes / 1e9,
-        "teraflops": counter.flops / 1e12,
-        "waits": counter.waits,
+        "launches": counter.launches / steps,
+        "gigabytes": counter.bytes / 1e9 / steps,
+        "teraflops": counter.flops / 1e12 / steps,
+        "waits": counter.waits / steps,
     }
 
 
@@ -396,6 +399,9 @@ def prepare(config: TransfoXLConfig, workload: Workload) -> Callable[[], None]:
         reader = Reader(model, Reading(workload.segment))
         with torch.no_grad():
             reader.read(segment_of(before))
+            for _ in range(captured.SEGMENTS_BEFORE + captured.MOST_GRAPHS + 1):
+                reader.read(segment_of(ids))
+        assert reader.alike.is_captured, "no graph was captured"
         return functools.partial(evaluate, reader, segment_of(ids))
     with torch.no_grad(), torch.autocast("meta", enabled=workload.autocast):
         cache = StaticMemoryCache(config) if workload.task in ("decode_static", "write") else None

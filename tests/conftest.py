@@ -18,9 +18,10 @@ import torch
 from transformers.utils import logging
 
 from models import SMALL, small_config
-from recorder import Recorder
+from recorder import Recorder, Tape
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.kernels import captured
+from txl_hf.transfo_xl import adaptive_transfo_xl, masks_transfo_xl, memory_transfo_xl
 
 logging.disable_progress_bar()
 # At the end, triton counts what is left.
@@ -94,6 +95,17 @@ def recorder(monkeypatch):
     """A recorder that replaces CUDA graphs on a CPU."""
     found = Recorder()
     monkeypatch.setitem(captured.RECORDERS, "cpu", found)
+    return found
+
+
+@pytest.fixture
+def tape(monkeypatch):
+    """Records on a CPU as on a GPU, at whose numbers the model does not look; see `Tape`."""
+    found = Tape()
+    monkeypatch.setitem(captured.RECORDERS, "cpu", found)
+    monkeypatch.setattr(adaptive_transfo_xl, "_check_range", lambda *args: None)
+    for module in (masks_transfo_xl, memory_transfo_xl):
+        monkeypatch.setattr(module, "can_look", lambda tensor, gpu=False: gpu)
     return found
 
 

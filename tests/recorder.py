@@ -71,7 +71,7 @@ class Tape:
         tape = _Taping()
         try:
             with tape:
-                step()
+                found = step()
         finally:
             tape.undo()
         self.operators = len(tape.calls)
@@ -82,6 +82,7 @@ class Tape:
                 for place, tensor in zip(tree_leaves(result), tree_leaves(function(*args, **kwargs)), strict=True):
                     if isinstance(place, torch.Tensor) and place.data_ptr() != tensor.data_ptr():
                         place.copy_(tensor)
+            return found
 
         return run
 

@@ -4,6 +4,7 @@ On a CPU a recorder of the tests takes the place of CUDA's.
 """
 
 import contextlib
+import copy
 import functools
 import gc
 import logging
@@ -24,7 +25,7 @@ from recorder import Recorder, let_the_host_wait
 from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM, evaluate_language_model, token_losses
 from txl_hf.evaluation import reading
 from txl_hf.kernels import captured
-from txl_hf.kernels.captured import SEGMENTS_BEFORE, why_not_captured
+from txl_hf.kernels.captured import MOST_GRAPHS, SEGMENTS_BEFORE, why_not_captured
 from txl_hf.transfo_xl.attention_transfo_xl import BACKENDS as ALL_BACKENDS
 from txl_hf.transfo_xl.attention_transfo_xl import Backend
 from txl_hf.transfo_xl.cache_transfo_xl import CACHE_NAME
@@ -54,7 +55,13 @@ def replays(labels: int, segment_length: int, memory_length: int, initial: int =
     one at the end."""
     full = math.ceil((memory_length - initial) / segment_length)
     # The first has no equal before it, whether it fills the memory or not.
-    return max(0, labels // segment_length - max(full, 2) + 1 - SEGMENTS_BEFORE - 1)
+    launched = max(full, 2) - 1 + SEGMENTS_BEFORE + graphs(segment_length, memory_length)
+    return max(0, labels // segment_length - launched)
+
+
+def graphs(segment_length: int, memory_length: int) -> int:
+    """How many graphs there are: each writes its keys behind those of the one before."""
+    return min(MOST_GRAPHS, max(1, memory_length // segment_length))
 
 
 MODEL = tiny_model()
@@ -71,19 +78,22 @@ MODEL = tiny_model()
 )
 def test_losses_are_those_of_segments_that_are_launched(length, segment_length, memory_length, batch_size, **lengths):
     arguments = text(length), segment_length, memory_length, batch_size
-    expected = token_losses(MODEL, *arguments, **lengths)
+    # In fp64, because the order of sums differs between passes over one segment and over several.
+    model = copy.deepcopy(MODEL).double()
+    expected = token_losses(model, *arguments, **lengths)
     recorder = Recorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(captured.RECORDERS, "cpu", recorder)
         # So that texts as short have several passes with `same_length`.
         patch.setattr(reading, "TOKENS_AT_ONCE", 12)
-        found = token_losses(MODEL, *arguments, **lengths)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        found = token_losses(model, *arguments, **lengths)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     labels = math.ceil(length / batch_size) - 1
     # With `same_length` a pass reads several segments.
     joined = max(1, 12 // (batch_size * segment_length)) if lengths["same_length"] else 1
     assert recorder.runs == replays(labels, segment_length * joined, memory_length)
-    assert (recorder.runs > 0) <= recorder.recorded <= 1
+    assert recorder.recorded in {0, graphs(segment_length * joined, memory_length)}
+    assert bool(recorder.runs) <= bool(recorder.recorded)
 
 
 @pytest.mark.parametrize("changes", [{"initial_memory": "zeros"}, {"attn_type": 1}, {"pre_lnorm": True}], ids=str)
@@ -107,7 +117,6 @@ def test_with_same_length_a_pass_reads_several_segments(
 ):
     """Each token sees as many keys in a segment of any length, so that no loss changes; results name the segment."""
     monkeypatch.setattr(reading, "TOKENS_AT_ONCE", 48)
-    # In fp64, so that nothing but rounding may differ; the test above has fp32.
     model = tiny_model(
         same_length=True, same_length_counts_self=counts_self, initial_memory=initial_memory, attn_type=attn_type
     ).double()
@@ -178,6 +187,17 @@ def test_scores_of_a_pass_take_at_most_a_gibibyte(recorder, monkeypatch, rows, j
     assert reader._joined(given) == {1: 4, 3: 2}.get(rows, 1)
     # A segment may be as long as the user says, however short the text is.
     assert reader._joined(replace(given, segment_length=10**12)) == 1
+
+
+@pytest.mark.parametrize("segment_length", [1, 2, 3, 5, 7, 12, 17])
+def test_graphs_write_where_the_next_ones_read(tape, segment_length):
+    """Operators alone run again, on the addresses that they had: also those that move the memory to the front."""
+    found = token_losses(MODEL, text(40 * segment_length + 3), segment_length)
+    del captured.RECORDERS["cpu"]
+    expected = token_losses(MODEL, text(40 * segment_length + 3), segment_length)
+    assert tape.recorded == graphs(segment_length, 12)
+    assert tape.runs == replays(40 * segment_length + 2, segment_length, 12) > 2 * tape.recorded
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_states_of_earlier_segments_stay_what_they_were(recorder):
@@ -267,7 +287,8 @@ def test_a_graph_that_cannot_be_captured_is_done_without(monkeypatch, caplog, wa
 def read_until_captured(model, ids) -> reading.Reader:
     """A reader that has read a segment, (1, L), as often as it takes to try a graph."""
     reader = reading.Reader(model, reading.Reading(5))
-    for _ in range(math.ceil(model.config.mem_len / ids.shape[1]) + SEGMENTS_BEFORE):
+    before = math.ceil(model.config.mem_len / ids.shape[1]) - 1 + SEGMENTS_BEFORE
+    for _ in range(before + graphs(ids.shape[1], model.config.mem_len)):
         reader.read(reading.Segment(0, ids, ids, ids, None, ids.numel(), ids.numel()))
     return reader
 
@@ -320,7 +341,7 @@ def test_a_graph_casts_weights_itself(monkeypatch):
 
     monkeypatch.setitem(captured.RECORDERS, "cpu", record)
     read_until_captured(MODEL, text(5)[None])
-    assert seen == [False] and torch.is_autocast_cache_enabled()
+    assert seen == [False] * graphs(5, MODEL.config.mem_len) and torch.is_autocast_cache_enabled()
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -364,7 +385,9 @@ class TestOnGPU:
         model, ids = tiny_model(**changes).cuda(), text(400)
         model.set_attn_implementation(backend)
         record, recorded = captured.RECORDERS["cuda"], []
-        monkeypatch.setitem(captured.RECORDERS, "cuda", lambda *given: recorded.append(1) or record(*given))
+        monkeypatch.setitem(
+            captured.RECORDERS, "cuda", lambda *given, **shared: recorded.append(1) or record(*given, **shared)
+        )
         found = token_losses(model, ids, 5, batch_size=2)
         assert recorded
         monkeypatch.delitem(captured.RECORDERS, "cuda")
@@ -386,7 +409,7 @@ class TestOnGPU:
         reader = reading.Reader(model, reading.Reading(5))
         ids = text(5)[None].cuda()
         segment = reading.Segment(0, ids, ids, ids, None, 5, 5)
-        for _ in range(SEGMENTS_BEFORE + 6):
+        for _ in range(SEGMENTS_BEFORE + 6 + MOST_GRAPHS):
             before = reader.read(segment)
         assert reader.alike.is_captured
         torch.cuda.set_sync_debug_mode("error")

@@ -12,23 +12,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation import MaxTimeCriteria
 
 from models import small_model
-from recorder import Tape
 from txl_hf.kernels import captured, decoding
 from txl_hf.kernels.decoding import LOOK_EVERY, TOKENS_BEFORE
-from txl_hf.transfo_xl import adaptive_transfo_xl, masks_transfo_xl, memory_transfo_xl
 from txl_hf.transfo_xl.attention_transfo_xl import OPERATORS
 from txl_hf.transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache
-
-
-@pytest.fixture
-def tape(monkeypatch):
-    """Texts are written as on a GPU, at whose numbers the model does not look."""
-    found = Tape()
-    monkeypatch.setitem(captured.RECORDERS, "cpu", found)
-    monkeypatch.setattr(adaptive_transfo_xl, "_check_range", lambda *args: None)
-    for module in (masks_transfo_xl, memory_transfo_xl):
-        monkeypatch.setattr(module, "can_look", lambda tensor, gpu=False: gpu)
-    return found
 
 
 def write(model, ids, tokens=40, seed=3, **options):

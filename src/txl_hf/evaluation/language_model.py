@@ -115,7 +115,7 @@ def evaluate_language_model(
 
     Args:
         model: on any device, in any mode, which is restored at the end, also after an error. Nothing is written to a
-            model in evaluation mode, so that threads can share it, but not with `dynamic`. On a GPU a CUDA graph reads
+            model in evaluation mode, so that threads can share it, but not with `dynamic`. On a GPU CUDA graphs read
             segments of one shape: PyTorch raises an error in a thread that draws random numbers there while a capture
             begins.
         token_ids: N token ids, N > batch_size: a list, an array, a CPU tensor, a memory-mapped array or another

@@ -196,7 +196,7 @@ class Reader:
 
     Body and softmax are called apart, because the softmax of several segments can be computed together; both under the
     accelerator's autocast. A sharded model (FSDP2) is called as a whole, because it gathers its weights only in its
-    own forward. On a GPU a CUDA graph (`alike`) reads segments of one shape, once the memory is full.
+    own forward. On a GPU CUDA graphs (`alike`) read segments of one shape, once the memory is full.
 
     Args:
         reading: its lengths and its accelerator are used.

@@ -4,6 +4,8 @@ and one whose keys stay where they are, for a CUDA graph.
 Letters: B batch, L segment, M = `mem_len` memory at most, K = M + L keys, H heads, Dh = `d_head`.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -45,9 +47,9 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
                 self._keep(self.keys.shape[2], self.keys.shape[2], memory_length)
             return found
         self.cumulative_length += length
-        seen, end, room = self.keys.shape[2] + length, self._end + length, self._room - length
+        seen, end, room = self.keys.shape[2] + length, self.end + length, self._room - length
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer.narrow(2, self._end, length).copy_(states)
+            buffer.narrow(2, self.end, length).copy_(states)
         self._keep(min(seen, memory_length), end, room)
         keys, values = (buffer.narrow(2, end - seen, seen) for buffer in self._buffers)
         return keys, values
@@ -56,29 +58,40 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
         """Let keys and values be the last `length` up to column `end` of the buffers, behind which there is room."""
         # `narrow`, because it takes a third of the time of an index, in each layer for each token.
         self.keys, self.values = (buffer.narrow(2, end - length, length) for buffer in self._buffers)
-        self._end, self._room = end, room
+        self.end, self._room = end, room
 
 
-class FixedMemoryLayer(DynamicSlidingWindowLayer):
-    """The keys and values of a full memory, (B, H, M, Dh) each, in tensors that are updated in place; M ≥ 1."""
+class FixedMemoryLayer(MemoryCacheLayer):
+    """The keys and values of a full memory, in buffers (B, H, M + room, Dh) that stay where they are, because graphs
+    read fixed addresses: when the room is used up, the last M are moved to the front. M ≥ 1; the memory ends before
+    column `end`."""
 
-    def __init__(self, layer: DynamicSlidingWindowLayer):
-        """Args: layer: the layer whose M keys and values are copied."""
+    def __init__(self, layer: DynamicSlidingWindowLayer, room: int):
+        """Args:
+        layer: the layer whose M keys and values are copied.
+        room: number of keys that fit behind them, at least as many as a segment has.
+        """
         super().__init__(layer.sliding_window)
         self.lazy_initialization(layer.keys, layer.values)
-        self.keys, self.values = (
-            states.clone(memory_format=torch.contiguous_format) for states in (layer.keys, layer.values)
-        )
         self.cumulative_length = layer.cumulative_length
+        self._buffers = [F.pad(states, (0, 0, 0, room)) for states in (layer.keys, layer.values)]
+        self.keep(layer.keys.shape[2])
+
+    def keep(self, end: int) -> None:
+        """Let the memory be the M keys and values before column `end` of the buffers."""
+        self._keep(self.sliding_window - 1, end, self._buffers[0].shape[2] - end)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append (B, H, L, Dh) keys and values; return all, (B, H, K, Dh), and store the last M."""
-        self.cumulative_length += key_states.shape[2]
-        found = []
-        for kept, states in ((self.keys, key_states), (self.values, value_states)):
-            found.append(torch.cat([kept, states], dim=2))
-            kept.copy_(found[-1][:, :, -kept.shape[2] :])
-        return found[0], found[1]
+        """As of `MemoryCacheLayer`, in the same buffers."""
+        memory_length = self.sliding_window - 1
+        if key_states.shape[2] > self._room:
+            for buffer in self._buffers:
+                # In pieces, because a copy must not overlap its source.
+                pieces = buffer.narrow(2, 0, self.end).split(self.end - memory_length, dim=2)
+                for piece, source in pairwise(pieces):
+                    piece.narrow(2, 0, source.shape[2]).copy_(source)
+            self.keep(memory_length)
+        return super().update(key_states, value_states, *args, **kwargs)
 
 
 OPERATORS.cache_layer = MemoryCacheLayer

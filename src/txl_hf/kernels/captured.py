@@ -1,7 +1,8 @@
-"""One CUDA graph for all segments of a text, once the memory is full.
+"""CUDA graphs for all segments of a text, once the memory is full.
 
 A GPU computes a short segment in less time than Python launches its hundreds of kernels. Segments of one length with a
-full memory have the same kernels on the same tensors, except the ids: one captured graph launches them together.
+full memory have the same kernels on the same tensors, except the ids: one captured graph launches them together. A few
+graphs take turns, each for another place of the memory in its buffers: one alone would have to move it each time.
 
 Letters: B batch, L segment, M the memory's length, K = M + L keys, D = `d_model`, H heads, Dh head width.
 """
@@ -24,6 +25,8 @@ logger = logging.get_logger(__name__)
 
 # Segments launched one by one before a capture, which takes about as long as its graph saves in as many segments.
 SEGMENTS_BEFORE = 8
+# Graphs at most. Each is captured for itself; with n of them one segment in n moves the memory.
+MOST_GRAPHS = 4
 # Tokens of a segment, in all rows, above which the GPU takes longer to compute than Python to launch.
 MOST_TOKENS = 8192
 # Packages whose modules only launch kernels, because a graph replays the kernels of a module without its Python code.
@@ -88,21 +91,26 @@ class SegmentsAlike:
         self._shape: torch.Size | None = None
         self._alike, self._given_up = 0, False
         self._ids: Tensor | None = None
-        self._run: Step | None = None
+        self._layers: list[FixedMemoryLayer] = []
+        # By the place where the memory ends before a segment: its graph, and where it ends afterwards.
+        self._graphs: dict[int, tuple[Step, int]] = {}
 
     @property
     def is_captured(self) -> bool:
-        return self._run is not None
+        return bool(self._graphs)
 
     def read(self, ids: Tensor, resets: Tensor | None) -> Tensor | None:
         """(B, L, D) states by the graph, in a new tensor; None where no graph has a segment of this shape."""
         if resets is not None:
             # No graph from here on, because `resets` may give the memory a mask, which the graph lacks.
-            self._given_up, self._run = True, None
-        if self._run is None or self._ids is None or ids.shape != self._shape:
+            self._given_up, self._graphs = True, {}
+        if not self._graphs or self._ids is None or ids.shape != self._shape:
             return None
+        run, end = self._graphs[self._layers[0].end]
         self._ids.copy_(ids)
-        return self._run().clone()
+        states = run().clone()
+        self._keep(end)
+        return states
 
     def saw(self, ids: Tensor, cache: object, launch: Callable[[Tensor], Tensor]) -> None:
         """Count a launched segment, and capture a graph after enough segments of one shape.
@@ -115,39 +123,58 @@ class SegmentsAlike:
             return
         is_alike = ids.shape == self._shape and _is_full(cache, self._memory_length)
         self._shape, self._alike = ids.shape, self._alike + 1 if is_alike else 0
+        graphs = min(MOST_GRAPHS, max(1, self._memory_length // ids.shape[1]))
         if self._alike == SEGMENTS_BEFORE:
             if reason := why_not_captured(self._transformer, ids):
                 self._given_up = True
                 logger.info(f"segments are launched one by one: {reason}")
             else:
                 # Keys and values stay in these tensors from now on, because a graph reads fixed addresses.
-                cache.layers = [FixedMemoryLayer(layer) for layer in cache.layers]
-        elif self._alike > SEGMENTS_BEFORE:
-            # One segment was launched with the fixed memory before, so that all kernels are compiled.
+                cache.layers = [FixedMemoryLayer(layer, graphs * ids.shape[1]) for layer in cache.layers]
+        elif self._alike == SEGMENTS_BEFORE + graphs:
+            # A segment was launched at each place before, so that all kernels are compiled.
             self._capture(ids.clone(), cache, launch)
 
     def _capture(self, ids: Tensor, cache: MemoryCache, launch: Callable[[Tensor], Tensor]) -> None:
-        state = decoding_state_of(cache)
-        projected = dict(state.rel_keys)
-        run = capture(lambda: launch(ids), ids.device, "segments are launched one by one")
-        self._given_up = run is None
+        state, self._ids, self._layers = decoding_state_of(cache), ids, cache.layers
+        projected, now, length = dict(state.rel_keys), self._layers[0].end, ids.shape[1]
+        shared: dict[str, Any] = {}
+        if ids.is_cuda:
+            # The graphs share memory, because they run one after the other.
+            shared = {"stream": torch.cuda.Stream(ids.device), "pool": torch.cuda.graph_pool_handle()}
+        ends = range(self._memory_length + length, now + 1, length)
+        # A capture moves the layers on, as a launch does.
+        for before, end in zip((now, *ends), ends, strict=False):
+            run = capture(lambda: launch(ids), ids.device, "segments are launched one by one", **shared)
+            if run is None:
+                self._given_up = True
+                break
+            self._graphs[before] = run, end
+        self._keep(now)
         if any(state.rel_keys[layer] is not projected.get(layer) for layer in state.rel_keys):
             # Weights were changed meanwhile: `rel_keys` were projected within the capture, which computes nothing.
             self._given_up, state.distances, state.rel_keys = True, None, {}
-        if not self._given_up:
-            # `_held` keeps the graph's inputs alive, because a longer segment drops other references to them.
-            self._ids, self._run, self._held = ids, run, (cache, projected, state.distances)
+        if self._given_up:
+            self._graphs = {}
+        # `_held` keeps the graphs' inputs alive, because a longer segment drops other references to them.
+        self._held = projected, state.distances
+
+    def _keep(self, end: int) -> None:
+        """Let the memory of each layer end before column `end` of its buffers."""
+        for layer in self._layers:
+            layer.keep(end)
 
 
-def capture(step: Step, device: torch.device, instead: str) -> Step | None:
+def capture(step: Step, device: torch.device, instead: str, **shared: Any) -> Step | None:
     """The graph of a step; None, after a warning that says what is done `instead`, where none can be captured.
+    `shared`: stream and memory that it shares with other graphs, as arguments of the recorder.
 
     Autocast's cache is off, so that the graph casts the weights itself: other threads share and clear cached casts.
     """
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        return RECORDERS[device.type](step, device)
+        return RECORDERS[device.type](step, device, **shared)
     except Exception as error:
         # Any error, because CUDA, its driver and PyTorch raise several types.
         logger.warning_once(f"{instead}, as no graph of them was captured: {error}")
