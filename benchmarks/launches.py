@@ -402,6 +402,8 @@ def prepare(config: TransfoXLConfig, workload: Workload) -> Callable[[], None]:
             for _ in range(captured.SEGMENTS_BEFORE + captured.MOST_GRAPHS + 1):
                 reader.read(segment_of(ids))
         assert reader.alike.is_captured, "no graph was captured"
+        # So that the mean of as many segments counts each graph equally often.
+        assert captured.MOST_GRAPHS % min(captured.MOST_GRAPHS, -(-workload.memory // workload.segment)) == 0
         return functools.partial(evaluate, reader, segment_of(ids))
     with torch.no_grad(), torch.autocast("meta", enabled=workload.autocast):
         cache = StaticMemoryCache(config) if workload.task in ("decode_static", "write") else None

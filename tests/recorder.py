@@ -79,12 +79,21 @@ class Tape:
         def run():
             self.runs += 1
             for function, args, kwargs, result in tape.calls:
+                if function is torch.ops.aten.copy_.default and _share_storage(*args[:2]):
+                    # In the other order than a CPU, because a GPU copies in any.
+                    for place, tensor in reversed(list(zip(args[0].unbind(2), args[1].unbind(2), strict=True))):
+                        place.copy_(tensor)
+                    continue
                 for place, tensor in zip(tree_leaves(result), tree_leaves(function(*args, **kwargs)), strict=True):
                     if isinstance(place, torch.Tensor) and place.data_ptr() != tensor.data_ptr():
                         place.copy_(tensor)
             return found
 
         return run
+
+
+def _share_storage(*tensors):
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
 
 
 class _Taping(TorchDispatchMode):

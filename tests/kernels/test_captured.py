@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
@@ -61,7 +62,7 @@ def replays(labels: int, segment_length: int, memory_length: int, initial: int =
 
 def graphs(segment_length: int, memory_length: int) -> int:
     """How many graphs there are: each writes its keys behind those of the one before."""
-    return min(MOST_GRAPHS, max(1, memory_length // segment_length))
+    return min(MOST_GRAPHS, math.ceil(memory_length / segment_length))
 
 
 MODEL = tiny_model()
@@ -282,6 +283,62 @@ def test_a_graph_that_cannot_be_captured_is_done_without(monkeypatch, caplog, wa
     assert "launched one by one, as no graph of them was captured: operation not permitted" in caplog.text
     monkeypatch.delitem(captured.RECORDERS, "cpu")
     torch.testing.assert_close(found, token_losses(MODEL, text(200), 5), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("capture", [1, 2])
+def test_a_capture_that_fails_inside_the_layers_leaves_the_memory_as_it_was(
+    monkeypatch, tape, caplog, warnings_anew, capture
+):
+    """As for want of memory: the layers before have taken the segment in, those behind have not."""
+    model, forward, captures = tiny_model(), type(MODEL.transformer.layers[1]).forward, []
+
+    def record(step, device):
+        captures.append(1)
+        return tape(step, device)
+
+    def forward_that_fails(self, *args, **kwargs):
+        if self is model.transformer.layers[1] and len(captures) == capture:
+            captures.append(1)
+            raise RuntimeError("out of memory")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.transformer.layers[1]), "forward", forward_that_fails)
+    monkeypatch.setitem(captured.RECORDERS, "cpu", record)
+    found = token_losses(model, text(200), 5)
+    assert "no graph of them was captured: out of memory" in caplog.text and tape.runs == 0
+    del captured.RECORDERS["cpu"]
+    torch.testing.assert_close(found, token_losses(model, text(200), 5), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("segment_length", [5, 15])
+def test_a_memory_of_a_wider_type_than_the_segments_is_read_by_graphs(tape, segment_length):
+    """Under autocast keys are bf16, and a memory that was made without it is fp32."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    with torch.no_grad():
+        memory = {CACHE_NAME: MODEL(text(12)[None], use_cache=True)[CACHE_NAME]}
+    arguments = {"memory": memory, "accelerator": accelerator}
+    found = token_losses(MODEL, text(400), segment_length, **arguments)
+    assert tape.runs > 0
+    del captured.RECORDERS["cpu"]
+    expected = token_losses(MODEL, text(400), segment_length, **arguments)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (8, 5), (30, 5), (5, 30, 5)], ids=str)
+@pytest.mark.parametrize("before", [11, 25])
+@torch.no_grad()
+def test_a_segment_of_another_length_ends_the_graphs(tape, lengths, before):
+    """Also a longer one than fits into the buffers."""
+    pieces = text(5 * before + sum(lengths))[None].split([5] * before + list(lengths), dim=1)
+
+    def states():
+        reader = reading.Reader(MODEL, reading.Reading(5))
+        return [reader.read(reading.Segment(0, ids, ids, ids, None, 1, 1)) for ids in pieces]
+
+    found = states()
+    assert (tape.runs > 0) == (before > 20)
+    del captured.RECORDERS["cpu"]
+    torch.testing.assert_close(found, states(), rtol=1e-4, atol=1e-5)
 
 
 def read_until_captured(model, ids) -> reading.Reader:

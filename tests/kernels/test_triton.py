@@ -785,9 +785,11 @@ def test_says_why_it_cannot_be_used(monkeypatch):
     assert "not installed" in kernels.why_not_triton(query())
 
 
-def test_a_machine_without_a_compiler_does_without(monkeypatch):
-    """Triton builds a module in C before its first launch: many images have no gcc, or no headers of Python."""
+def test_a_machine_without_a_compiler_does_without(monkeypatch, caplog):
+    """Triton builds a module in C before its first launch: many images have no gcc, or no headers of Python. Where it
+    can, a line of log says that kernels will be compiled."""
     said = []
+    caplog.set_level("INFO", logger=kernels.__name__)
 
     class Driver:
         def get_current_target(self):
@@ -809,6 +811,7 @@ def test_a_machine_without_a_compiler_does_without(monkeypatch):
         kernels._try_driver.cache_clear()
         said[:] = filter(None, [sentence])
         assert kernels.why_not_triton(query) == (sentence and f"Triton cannot begin: {sentence}")
+        assert caplog.text.count("Triton compiles kernels at their first call") == 1
         # A layer that is compiled asks too, and stays one graph.
         torch.compiler.reset()
         compiled = torch.compile(answer, backend="eager", fullgraph=True)

@@ -4,8 +4,6 @@ and one whose keys stay where they are, for a CUDA graph.
 Letters: B batch, L segment, M = `mem_len` memory at most, K = M + L keys, H heads, Dh = `d_head`.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -67,10 +65,7 @@ class FixedMemoryLayer(MemoryCacheLayer):
     column `end`."""
 
     def __init__(self, layer: DynamicSlidingWindowLayer, room: int):
-        """Args:
-        layer: the layer whose M keys and values are copied.
-        room: number of keys that fit behind them, at least as many as a segment has.
-        """
+        """Args: layer: the layer whose M keys and values are copied. room: number of keys that fit behind them."""
         super().__init__(layer.sliding_window)
         self.lazy_initialization(layer.keys, layer.values)
         self.cumulative_length = layer.cumulative_length
@@ -82,15 +77,15 @@ class FixedMemoryLayer(MemoryCacheLayer):
         self._keep(self.sliding_window - 1, end, self._buffers[0].shape[2] - end)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """As of `MemoryCacheLayer`, in the same buffers."""
+        """As `MemoryCacheLayer.update`. Only more keys than there is room for behind M get new buffers."""
         memory_length = self.sliding_window - 1
         if key_states.shape[2] > self._room:
-            for buffer in self._buffers:
-                # In pieces, because a copy must not overlap its source.
-                pieces = buffer.narrow(2, 0, self.end).split(self.end - memory_length, dim=2)
-                for piece, source in pairwise(pieces):
-                    piece.narrow(2, 0, source.shape[2]).copy_(source)
+            for buffer, states in zip(self._buffers, (self.keys, self.values), strict=True):
+                overlaps = self.end < 2 * memory_length
+                buffer.narrow(2, 0, memory_length).copy_(states.clone() if overlaps else states)
             self.keep(memory_length)
+        # A given memory may be of a wider type than autocast's, to which `torch.cat` would promote.
+        key_states, value_states = key_states.to(self.keys.dtype), value_states.to(self.values.dtype)
         return super().update(key_states, value_states, *args, **kwargs)
 
 

@@ -23,9 +23,9 @@ from .cache_layers import FixedMemoryLayer
 
 logger = logging.get_logger(__name__)
 
-# Segments launched one by one before a capture, which takes about as long as its graph saves in as many segments.
+# Segments launched one by one before captures, of which each takes about as long as its graph saves in as many.
 SEGMENTS_BEFORE = 8
-# Graphs at most. Each is captured for itself; with n of them one segment in n moves the memory.
+# Graphs at most: with n of them one segment in n moves the memory, but each takes a capture.
 MOST_GRAPHS = 4
 # Tokens of a segment, in all rows, above which the GPU takes longer to compute than Python to launch.
 MOST_TOKENS = 8192
@@ -79,7 +79,7 @@ def _is_foreign(kind: type) -> bool:
 
 
 class SegmentsAlike:
-    """Reads segments by a graph, once a model has read enough segments of one shape with a full memory.
+    """Reads segments by graphs, once a model has read enough segments of one shape with a full memory.
 
     Args:
         transformer: the model, in evaluation mode and without gradients.
@@ -92,7 +92,7 @@ class SegmentsAlike:
         self._alike, self._given_up = 0, False
         self._ids: Tensor | None = None
         self._layers: list[FixedMemoryLayer] = []
-        # By the place where the memory ends before a segment: its graph, and where it ends afterwards.
+        # Column before which the memory ends → the graph of a segment there, and that column after it.
         self._graphs: dict[int, tuple[Step, int]] = {}
 
     @property
@@ -100,11 +100,12 @@ class SegmentsAlike:
         return bool(self._graphs)
 
     def read(self, ids: Tensor, resets: Tensor | None) -> Tensor | None:
-        """(B, L, D) states by the graph, in a new tensor; None where no graph has a segment of this shape."""
-        if resets is not None:
-            # No graph from here on, because `resets` may give the memory a mask, which the graph lacks.
+        """(B, L, D) states by a graph, in a new tensor; None where no graph has a segment of this shape."""
+        # No graphs behind `resets`, which may give the memory a mask, or behind a segment of another shape, which may
+        # leave the memory elsewhere.
+        if resets is not None or (self._graphs and ids.shape != self._shape):
             self._given_up, self._graphs = True, {}
-        if not self._graphs or self._ids is None or ids.shape != self._shape:
+        if not self._graphs or self._ids is None:
             return None
         run, end = self._graphs[self._layers[0].end]
         self._ids.copy_(ids)
@@ -113,7 +114,7 @@ class SegmentsAlike:
         return states
 
     def saw(self, ids: Tensor, cache: object, launch: Callable[[Tensor], Tensor]) -> None:
-        """Count a launched segment, and capture a graph after enough segments of one shape.
+        """Count a launched segment, and capture graphs after enough segments of one shape.
 
         Args:
             ids: (B, L). cache: the memory after the segment.
@@ -123,14 +124,15 @@ class SegmentsAlike:
             return
         is_alike = ids.shape == self._shape and _is_full(cache, self._memory_length)
         self._shape, self._alike = ids.shape, self._alike + 1 if is_alike else 0
-        graphs = min(MOST_GRAPHS, max(1, self._memory_length // ids.shape[1]))
+        graphs = min(MOST_GRAPHS, -(-self._memory_length // ids.shape[1]))
         if self._alike == SEGMENTS_BEFORE:
             if reason := why_not_captured(self._transformer, ids):
                 self._given_up = True
                 logger.info(f"segments are launched one by one: {reason}")
             else:
-                # Keys and values stay in these tensors from now on, because a graph reads fixed addresses.
-                cache.layers = [FixedMemoryLayer(layer, graphs * ids.shape[1]) for layer in cache.layers]
+                # One layer after the other, so that few buffers are there twice.
+                for i, layer in enumerate(cache.layers):
+                    cache.layers[i] = FixedMemoryLayer(layer, graphs * ids.shape[1])
         elif self._alike == SEGMENTS_BEFORE + graphs:
             # A segment was launched at each place before, so that all kernels are compiled.
             self._capture(ids.clone(), cache, launch)
@@ -138,12 +140,12 @@ class SegmentsAlike:
     def _capture(self, ids: Tensor, cache: MemoryCache, launch: Callable[[Tensor], Tensor]) -> None:
         state, self._ids, self._layers = decoding_state_of(cache), ids, cache.layers
         projected, now, length = dict(state.rel_keys), self._layers[0].end, ids.shape[1]
-        shared: dict[str, Any] = {}
+        counted, shared = self._layers[0].cumulative_length, dict[str, Any]()
         if ids.is_cuda:
             # The graphs share memory, because they run one after the other.
             shared = {"stream": torch.cuda.Stream(ids.device), "pool": torch.cuda.graph_pool_handle()}
+        # Each capture moves the layers on, as a launch does: the first begins where the room is used up.
         ends = range(self._memory_length + length, now + 1, length)
-        # A capture moves the layers on, as a launch does.
         for before, end in zip((now, *ends), ends, strict=False):
             run = capture(lambda: launch(ids), ids.device, "segments are launched one by one", **shared)
             if run is None:
@@ -151,12 +153,14 @@ class SegmentsAlike:
                 break
             self._graphs[before] = run, end
         self._keep(now)
-        if any(state.rel_keys[layer] is not projected.get(layer) for layer in state.rel_keys):
-            # Weights were changed meanwhile: `rel_keys` were projected within the capture, which computes nothing.
-            self._given_up, state.distances, state.rel_keys = True, None, {}
-        if self._given_up:
-            self._graphs = {}
-        # `_held` keeps the graphs' inputs alive, because a longer segment drops other references to them.
+        for layer in self._layers:
+            # Those behind an error have not counted the segment.
+            layer.cumulative_length = counted
+        if self._given_up or any(state.rel_keys[layer] is not projected.get(layer) for layer in state.rel_keys):
+            # A capture computes nothing: neither after an error, nor where weights were changed meanwhile, so that it
+            # projected `rel_keys` again, may its results be used.
+            self._given_up, self._graphs, state.distances, state.rel_keys = True, {}, None, {}
+        # Later calls may drop other references to what the graphs read.
         self._held = projected, state.distances
 
     def _keep(self, end: int) -> None:
