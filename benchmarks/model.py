@@ -152,6 +152,7 @@ class Workload:
         trained: the weights are those of `--trained`, and so is the text that is gone on with. The floor is left out:
             its layers would have learnt nothing, and which bins the softmax computes depends on what it is given.
         clamp: distances beyond it share one position, as where published results were read; -1: all differ.
+        same_length: each token sees `memory` tokens before it, so that the segment may have any length.
     """
 
     task: str
@@ -164,11 +165,13 @@ class Workload:
     sampled: bool = False
     trained: bool = False
     clamp: int = -1
+    same_length: bool = False
 
     @property
     def config(self) -> dict:
         dropout = {"dropout": DROPOUT[self.model], "dropatt": DROPATT.get(self.model, 0.0)} if self.dropout else {}
-        return MODELS[self.model] | {"mem_len": self.memory, "clamp_len": self.clamp} | dropout
+        lengths = {"mem_len": self.memory, "clamp_len": self.clamp, "same_length": self.same_length}
+        return MODELS[self.model] | lengths | dropout
 
     @property
     def optimizer(self) -> str:
@@ -212,6 +215,8 @@ for batch in (1, 16, 32):
         f"evaluate-nvidia-large-1600-b{batch}": Workload("evaluate", "nvidia-large", 1600, 128, batch),
         f"decode-nvidia-base-640-b{batch}": Workload("decode", "nvidia-base", 640, 64, batch),
     }
+# What an evaluation with `same_length` reads in a pass where its segments are short.
+WORKLOADS["evaluate-nvidia-base-640-long"] = Workload("evaluate", "nvidia-base", 640, 1024, same_length=True)
 SMOKE = {
     "smoke-train": Workload("train", "smoke", 8, 8, 2),
     "smoke-evaluate": Workload("evaluate", "smoke", 8, 8, 2),
@@ -569,7 +574,8 @@ def begin(contender: str, workload: Workload, folder: str, arguments: argparse.N
     # Legacy transformers fails under autocast where there are cutoffs.
     dtype = TYPES.get(contender, arguments.dtype)
     mixed = dtype != "fp32" and workload.task == "train" and contender != "legacy"
-    task.autocast = torch.autocast(arguments.device, harness.torch_dtype(dtype if mixed else "bf16"), enabled=mixed)
+    task.dtype = harness.torch_dtype(dtype) if mixed else None
+    task.autocast = torch.autocast(arguments.device, task.dtype or torch.bfloat16, enabled=mixed)
     return task
 
 
@@ -704,24 +710,22 @@ class Train:
 
     def _begin(self):
         """The text, with no memory and, where it makes graphs, with none of them."""
-        self.mems = None
-        if self.contender.endswith("graphs"):
-            from txl_hf.kernels.steps import CapturedSteps, Forward
-
-            # The steps that warm up, and those that are checked, are few.
-            self.graphs = CapturedSteps(Forward(self.model, lambda: self.autocast), steps_before=0)
-            self.memory: dict = {}
+        self.mems, self.graphs, self.memory = None, None, {}
 
     def step(self) -> tuple[int, dict]:
         self._step(self.ids)
         return len(self.ids) * self.segment, {}
 
     def _step(self, ids):
-
         start = self.count % 4 * self.segment
         ids = ids[:, start : start + self.segment]
         self.count += 1
         if self.contender.endswith("graphs"):
+            from txl_hf.kernels.steps import CapturedSteps, Forward
+
+            if self.graphs is None:
+                # The steps that warm up, and those that are checked, are few. `dtype` as the trainer gives it.
+                self.graphs = CapturedSteps(Forward(self.model, lambda: self.autocast), 0, self.dtype)
             targets = ids.roll(-1, 1)
             targets[:, -1] = -100
             total, _, self.memory = self.graphs({"input_ids": ids, "shift_labels": targets}, self.memory)

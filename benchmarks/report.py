@@ -30,7 +30,7 @@ MACHINE = ("processor", "threads", "dtype")
 KEYS = {
     "model.csv": ("workload", "contender", "times_legacy_p50"),
     "precision.csv": ("workload", "contender", None),
-    "sliding_window.csv": ("model attention_length segment implementation", "contender", "times_p50"),
+    "sliding_window.csv": ("model attention_length segment implementation same_length", "contender", "times_p50"),
     "softmax.csv": ("size", "contender", "times_legacy_p50"),
     "attention_kernel.csv": ("shape mode", "contender", "of_sdpa"),
     "growth.csv": ("model axis task", "length", None),

@@ -3,6 +3,7 @@
     python benchmarks/sliding_window.py                              # 12 layers of 512
     python benchmarks/sliding_window.py --model enwik8-large         # 24 layers, for a GPU
     python benchmarks/sliding_window.py --segments 128 1024          # longer passes, which a GPU needs to be filled
+    python benchmarks/sliding_window.py --same-length                # with exactly as many tokens before each
 
 Both models have the same layers and see at least as many tokens (Dai et al., 2019, Section 4.5; its Table 9 gives no
 depth). With memory, one pass scores a segment of 128 tokens, or of as many as are asked for; a vanilla Transformer
@@ -34,6 +35,9 @@ def main(given: list[str] | None = None):
     harness.add_arguments(parser, "sliding_window.csv", budget=25.0)
     parser.add_argument("--model", choices=models.MODELS, default="enwik8")
     parser.add_argument("--segments", type=int, nargs="+", default=SEGMENTS, help="tokens in a pass (%(default)s)")
+    parser.add_argument(
+        "--same-length", action="store_true", help="each token sees the attention length, not up to a segment more"
+    )
     parser.add_argument("--implementation", help="what reads the memory, instead of the default: txl_triton, …")
     arguments = parser.parse_args(given)
     harness.complete(arguments)
@@ -57,8 +61,9 @@ def build(config: dict, positions: int, arguments: argparse.Namespace) -> dict:
     from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 
     torch.manual_seed(0)
+    alone = {"same_length": arguments.same_length, "attn_implementation": arguments.implementation}
     contenders = {
-        "memory": TransfoXLForCausalLM(TransfoXLConfig(**config, attn_implementation=arguments.implementation)),
+        "memory": TransfoXLForCausalLM(TransfoXLConfig(**config | alone)),
         "vanilla": models.floor(config | {"mem_len": 0}),
         "gpt2": models.gpt2(config, positions),
     }
@@ -157,6 +162,7 @@ def describe(name, length, segment, paper, times, difference, arguments: argpars
             "contender": contender,
             # Of the whole run, although only the memory is read by it.
             "implementation": arguments.implementation or "",
+            "same_length": arguments.same_length or "",
         }
         rates = harness.quantiles([1 / time for time in spent])
         row |= {

@@ -523,6 +523,46 @@ def test_a_plan_for_a_quarter_of_an_hour_fits_and_its_scripts_know_its_words(pla
                 assert attention_kernel.SHAPES.keys() >= {*words[words.index("--shapes") + 1 :]}
 
 
+def test_what_measures_todays_code_is_left_out_of_a_plan():
+    name = "train-nvidia-base:ours-txl_triton-compile"
+    assert len(quarter("kernels", DRY="1", CURRENT="")) == len(quarter("kernels", DRY="1", CURRENT=f"a:b {name}")) + 1
+
+
+def test_a_row_is_current_until_what_it_measures_changes(tmp_path, monkeypatch, capsys):
+    import current
+    import harness
+
+    def commit(name: str) -> str:
+        file = tmp_path / "src" / "txl_hf" / name / "a.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("a")
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", name]):
+            subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+        head = subprocess.run(["git", "-C", str(tmp_path), "rev-parse", "HEAD"], capture_output=True, text=True)
+        return head.stdout.strip()
+
+    monkeypatch.setattr(current, "ROOT", tmp_path)
+    row = {"date": "2026-11-29", "processor": "NVIDIA H200", "contender": "ours"}
+    first = commit("kernels")
+    rows = [row | {"workload": workload, "commit": first} for workload in ("train-a", "evaluate-a", "decode-a")]
+    rows.append(row | {"workload": "train-b", "commit": first, "processor": "AMD EPYC"})
+    rows.append(row | {"workload": "train-c", "commit": f"{first}-dirty"})
+    harness.append(tmp_path / "model.csv", rows)
+    command = ["--results", str(tmp_path)]
+    for changed, left in [("legacy", "train-a evaluate-a decode-a"), ("training", "evaluate-a decode-a")]:
+        commit(changed)
+        current.main(command)
+        assert capsys.readouterr().out == " ".join(f"{name}:ours" for name in left.split()) + "\n"
+    last = commit("kernels/triton")
+    current.main([*command, "--all"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all("older" in line for line in lines)
+    harness.append(tmp_path / "model.csv", [row | {"workload": "train-a", "commit": last}])
+    current.main(command)
+    assert capsys.readouterr().out == "train-a:ours\n"
+
+
 def test_the_weights_of_a_run_come_back_in_parts(tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     run.mkdir()
@@ -533,9 +573,14 @@ def test_the_weights_of_a_run_come_back_in_parts(tmp_path):
     quarter("weights", OUT=str(out), RUN=str(run))
     parts = sorted(out.glob("model.safetensors.*"))
     assert [part.stat().st_size > 2**24 for part in parts] == [False, False]
-    found = safetensors.torch.load(b"".join(part.read_bytes() for part in parts))
-    assert torch.equal(found["a"], weights["a"].bfloat16()) and torch.equal(found["b"], weights["b"])
     assert (out / "results.json").exists() and not (out / "model.safetensors").exists()
+    # The plan that joins them goes on with tune_lm.py, which has its own tests.
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || exit 0\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    quarter("read", OUT=str(out), PYTHON=str(python), CURRENT="")
+    found = safetensors.torch.load_file(out / "model.safetensors")
+    assert torch.equal(found["a"], weights["a"].bfloat16()) and torch.equal(found["b"], weights["b"])
 
 
 @pytest.mark.parametrize(("workload", "does"), [("smoke-evaluate", "aten::addmm"), ("smoke-decode", "aten::argmax")])
