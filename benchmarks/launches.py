@@ -69,6 +69,8 @@ from txl_hf.kernels.static_cache import StaticMemoryCache
 from txl_hf.kernels.steps import CapturedSteps, Forward
 from txl_hf.kernels.weights import ProductWeights
 from txl_hf.memories import memory_of
+from txl_hf.training.arguments import TransfoXLTrainingArguments
+from txl_hf.training.optimizers import make_optimizer
 from txl_hf.training.regularization import LockedDropout, RegularizationArguments, regularize
 from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax
 from txl_hf.transfo_xl.memory_transfo_xl import Memory, MemoryLengths
@@ -144,6 +146,7 @@ class Workload:
     autocast: bool = False
     compiled: str = ""
     regularized: dict = dataclasses.field(default_factory=dict)
+    optimizer: str = "adam"
 
     @property
     def backends(self) -> list[str]:
@@ -165,6 +168,7 @@ WORKLOADS = {
     "large-softmax": Workload("softmax", LARGE, 128, 384, 0),
     "ptb-step": Workload("step", PTB, 10, 140, 0, True, "", LOCKED | AVERAGED),
     "ptb-step-compiled": Workload("step", PTB, 10, 140, 0, True, "layers", LOCKED | AVERAGED),
+    "ptb-quarter-step-compiled": Workload("step", PTB, 40, 140, 0, True, "layers", LOCKED | AVERAGED, "muon"),
     "wt2-step": Workload("step", WT2, 32, 150, 150, True, "", DROPPED),
     "wt2-step-compiled": Workload("step", WT2, 32, 150, 150, True, "layers", DROPPED),
     "base-evaluate": Workload("evaluate", BASE, 32, 64, 640),
@@ -421,10 +425,8 @@ def prepare_step(model: TransfoXLForCausalLM, ids: torch.Tensor, past: Any, work
     """A step behind those that were captured."""
     regularizer = regularize(model, RegularizationArguments(**workload.regularized))
     forward = Forward(model, functools.partial(torch.autocast, "meta", torch.bfloat16), regularizer)
-    steps, table = CapturedSteps(forward, 0, torch.bfloat16), model.transformer.embed_tokens.emb_layers[0].weight
-    others = [weight for weight in model.parameters() if weight is not table]
-    # As `make_optimizer` has it.
-    optimizer = torch.optim.Adam([{"params": others}, {"params": [table]}], fused=True)
+    steps = CapturedSteps(forward, 0, torch.bfloat16)
+    optimizer = make_optimizer(model, TransfoXLTrainingArguments(optimizer=workload.optimizer, use_cpu=True))
     inputs, memory = {"input_ids": ids, "shift_labels": ids}, memory_of(past) if past else {}
 
     def step():

@@ -8,6 +8,7 @@ import logging
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import MaxTimeCriteria
 
@@ -114,6 +115,44 @@ def test_texts_end_with_their_tokens_and_the_host_looks_seldom(tape, make_ids, m
         if streams:
             assert torch.equal(torch.cat([part.flatten() for part in streamed]), expected[0])
     assert len(lengths) > 1 and max(lengths) < 200
+
+
+class HostCalls(TorchDispatchMode):
+    """Counts replays of graphs, and the operators that the host calls beside them, without views."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += not function.is_view
+        return function(*args, **kwargs or {})
+
+    def counted(self, record):
+        def recorded(step, device):
+            run = record(step, device)
+            self.calls = 0
+
+            def replay():
+                before, result = self.calls, run()
+                self.calls = before + 1
+                return result
+
+            return replay
+
+        return recorded
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 5, "temperature": 0.8}], ids=["greedy", "top-k"])
+def test_the_host_calls_a_graph_and_little_else_for_a_token(tape, make_ids, monkeypatch, options):
+    """At most three calls a token, of which the looks for the end are some."""
+    host = HostCalls()
+    monkeypatch.setitem(captured.RECORDERS, "cpu", host.counted(tape))
+    monkeypatch.setattr(decoding, "why_not_captured", lambda *given: None)
+    model, ids = small_model(mem_len=12).eval(), make_ids(2, 5)
+    with host:
+        write(model, ids, tokens=200, eos_token_id=[99], **options)
+    assert tape.runs > 150 and tape.runs <= host.calls <= 3 * tape.runs
 
 
 class Mine(LogitsProcessor):
