@@ -27,6 +27,7 @@ BARS = {
     ("base-evaluate", "auto"): {"launches": 310, "gigabytes": 3.2, "waits": 0},
     ("large-evaluate", "auto"): {"launches": 400, "gigabytes": 14, "waits": 0},
     ("ptb-step-compiled", "txl_triton"): {"launches": 620, "waits": 0},
+    ("ptb-quarter-step-compiled", "txl_triton"): {"launches": 700, "waits": 0},
     ("wt2-step-compiled", "txl_triton"): {"launches": 740, "waits": 0},
     ("base-write", "auto"): {"launches": 310, "waits": 0},
     ("base-write-32", "auto"): {"launches": 310, "waits": 0},
