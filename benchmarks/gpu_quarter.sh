@@ -9,10 +9,11 @@
 #     OUT=FOLDER bash benchmarks/gpu_quarter.sh conformer  # C: Parakeet's encoder; an hour of audio in one pass
 #
 # The first number of a step is after how many seconds it is stopped; those of a plan add up to at most 585. With DRY=1
-# the steps are printed and not run. A row that measures today's code is not measured again (`current.py`): where the
-# copy has no repository, give CURRENT="$(python benchmarks/current.py)" of one that has. Besides the tree it needs torch with CUDA, triton, transformers and accelerate;
-# wheels of pytorch_optimizer (A, B) and of datasets with what it needs (B) in .whl, and for B data/ptb, which
-# `txl-prepare --corpus ptb` writes: 6 MiB together.
+# the steps are printed and not run. What has a row of today's code is not measured again (`current.py`); where the copy
+# is no repository, give CURRENT="$(python benchmarks/current.py)" of one that is.
+#
+# Besides the tree it needs torch with CUDA, triton, transformers and accelerate; wheels of pytorch_optimizer (A, B) and
+# of datasets with what it needs (B) in .whl, and for B data/ptb, which `txl-prepare --corpus ptb` writes: 6 MiB together.
 set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-benchmarks/results}
@@ -37,8 +38,8 @@ is_current() {
     case " $CURRENT " in *" $1 "*) echo "-- current: $1" ;; *) return 1 ;; esac
 }
 model() {
-    is_current "$2:$3" || step "$1" "$PYTHON" benchmarks/model.py --device cuda --output "$OUT/model.csv" --seconds 8 --repeats 3 20 \
-        --workloads "$2" --contenders "$3"
+    is_current "$2:$3" || step "$1" "$PYTHON" benchmarks/model.py --device cuda --output "$OUT/model.csv" \
+        --seconds 8 --repeats 3 20 --workloads "$2" --contenders "$3"
 }
 conformer() {
     step "$1" "$PYTHON" benchmarks/conformer.py --device cuda --dtype bf16 --output "$OUT/conformer.csv" "${@:2}"
