@@ -84,7 +84,7 @@ class FixedMemoryLayer(MemoryCacheLayer):
                 overlaps = self.end < 2 * memory_length
                 buffer.narrow(2, 0, memory_length).copy_(states.clone() if overlaps else states)
             self.keep(memory_length)
-        # A given memory may be of a wider type than autocast's, to which `torch.cat` would promote.
+        # In the memory's type, to which `torch.cat` promotes: a given memory may be wider than what autocast computes.
         key_states, value_states = key_states.to(self.keys.dtype), value_states.to(self.values.dtype)
         return super().update(key_states, value_states, *args, **kwargs)
 

@@ -157,8 +157,8 @@ class SegmentsAlike:
             # Those behind an error have not counted the segment.
             layer.cumulative_length = counted
         if self._given_up or any(state.rel_keys[layer] is not projected.get(layer) for layer in state.rel_keys):
-            # A capture computes nothing: neither after an error, nor where weights were changed meanwhile, so that it
-            # projected `rel_keys` again, may its results be used.
+            # A capture computes nothing. What it left must not be used after an error, nor where weights were changed
+            # meanwhile, so that it projected `rel_keys` again.
             self._given_up, self._graphs, state.distances, state.rel_keys = True, {}, None, {}
         # Later calls may drop other references to what the graphs read.
         self._held = projected, state.distances
