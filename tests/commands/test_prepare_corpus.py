@@ -856,6 +856,8 @@ def test_a_command_that_is_stopped_leaves_nothing(tmp_path, number):
     """As a batch system ends it at its limit: what it had written stayed, under a hidden name."""
     folder = write(tmp_path / "input", "ptb.{}.txt")
     code = "import signal, sys, time, txl_hf.commands.prepare_corpus as p"
+    # Behind nohup a process ignores SIGHUP, and in the background SIGINT.
+    code += "\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)"
     code += "\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
     code += "\np.sync = lambda path: time.sleep(100)\np.main(sys.argv[1:])"
     options = ["--corpus", "ptb", "--num_proc", "1", "--input", folder, "--output", tmp_path / "output"]

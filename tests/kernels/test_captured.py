@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
@@ -313,7 +312,12 @@ def test_a_capture_that_fails_inside_the_layers_leaves_the_memory_as_it_was(
 @pytest.mark.parametrize("segment_length", [5, 15])
 def test_a_memory_of_a_wider_type_than_the_segments_is_read_by_graphs(tape, segment_length):
     """Under autocast keys are bf16, and a memory that was made without it is fp32."""
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = SimpleNamespace(
+        num_processes=1,
+        process_index=0,
+        autocast=functools.partial(torch.autocast, "cpu", torch.bfloat16),
+        reduce=lambda x, kind: x,
+    )
     with torch.no_grad():
         memory = {CACHE_NAME: MODEL(text(12)[None], use_cache=True)[CACHE_NAME]}
     arguments = {"memory": memory, "accelerator": accelerator}
