@@ -44,13 +44,13 @@ distance. Without `future` nothing of this is compiled.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.utils import logging
 
 from ..transfo_xl.attention_transfo_xl import AttentionInputs, Backend, first_repeated, register, working_dtype
 from .operators import is_transformed
@@ -141,7 +141,7 @@ def _try_driver() -> str | None:
     except Exception as error:
         # Any error, because the compiler, the module's loader and Triton's search for a GPU raise several types.
         return f"Triton cannot begin: {' '.join(str(error).split()):.200}"
-    logging.get_logger(__name__).info("Triton compiles kernels at their first call, and keeps them on the disk")
+    logging.getLogger(__name__).info("Triton compiles kernels at their first call, and keeps them on the disk")
     return None
 
 
