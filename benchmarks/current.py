@@ -3,8 +3,8 @@
     python benchmarks/current.py             # one word a row, such as train-nvidia-base:ours-txl_triton-compile
     python benchmarks/current.py --all       # every row of a GPU, the oldest first, with what is current
 
-A row names the commit that it measures. It is current while no file of what it measures has changed since; without a
-repository, or where that lacks the commit (one with changes beside it is called dirty), no row is.
+A row names the commit that it measures. It is current while no file of what it measures has changed since. Without a
+repository, or where the commit is unknown or ends in "-dirty" (the sources had changes beside it), no row is current.
 """
 
 import argparse
@@ -15,7 +15,8 @@ from typing import Any
 import harness
 
 ROOT = Path(__file__).parents[1]
-# By table the column that names the measurement, and what is measured; of `model.csv` by the workload's task too.
+# For each table: the column that names what a row measures, the sources of each task of a workload (the name's first
+# word), and the sources of all its rows.
 LAYERS = ("src/txl_hf/transfo_xl", "src/txl_hf/kernels")
 MEASURED = {
     "model.csv": ("workload", {"train": ("src/txl_hf/training",), "evaluate": ("src/txl_hf/evaluation",)}, LAYERS),
@@ -39,10 +40,10 @@ def main(given: list[str] | None = None) -> None:
 def newest(results: Path) -> dict[str, dict[str, Any]]:
     """The newest row of each measurement of a GPU, by measurement and contender, and whether it is `current`."""
     found: dict[str, dict[str, Any]] = {}
-    for table, (column, of_tasks, layers) in MEASURED.items():
+    for table, (column, of_tasks, of_all) in MEASURED.items():
         for row in harness.read(results / table):
             if "NVIDIA" in row["processor"]:
-                paths = (*layers, *of_tasks.get(row[column].partition("-")[0], ()))
+                paths = (*of_all, *of_tasks.get(row[column].partition("-")[0], ()))
                 found[f"{row[column]}:{row['contender']}"] = row | {"paths": paths}
     answers = {asked: is_unchanged(*asked) for asked in {(row["commit"], row["paths"]) for row in found.values()}}
     return {name: row | {"current": answers[row["commit"], row["paths"]]} for name, row in found.items()}

@@ -22,7 +22,6 @@ WHEELS=$(ls .whl/*.whl 2>/dev/null | tr '\n' ':')
 export PYTHONUNBUFFERED=1 PYTHONPATH="src:$WHEELS${PYTHONPATH:-}"
 PYTHON=${PYTHON:-python}
 RUN=${RUN:-runs/ptb}
-CURRENT=${CURRENT-$("$PYTHON" benchmarks/current.py 2>/dev/null)}
 
 step() {
     local limit=$1
@@ -35,6 +34,7 @@ profile() {
         --workload "$2" --contender "$3"
 }
 is_current() {
+    CURRENT=${CURRENT-$("$PYTHON" benchmarks/current.py 2>/dev/null)}
     case " $CURRENT " in *" $1 "*) echo "-- current: $1" ;; *) return 1 ;; esac
 }
 model() {

@@ -15,8 +15,8 @@ the one kernel that it is on a GPU. How many targets each bin has is a number th
 Zipf's law, which the words of a text nearly follow, and counted as a wait unless it was asked for before the layers.
 Nothing is compiled but where a name says so; the optimiser and the check of ids are left out, and so is what others
 put around the model, but in `step`s, as `txl-train` has them on a GPU: under autocast, captured, with the
-regularisation, clipping and Adam. With cutoffs the host waits once before such a step, for the numbers of targets,
-which is not counted. What is done to a list of tensors counts as one launch.
+regularisation, clipping and the optimiser. With cutoffs the host waits once before such a step, for the numbers of
+targets, which is not counted. What is done to a list of tensors counts as one launch.
 
 An evaluated segment is read and scored as `evaluate_language_model` does, with the memory as keys and values: the mean
 of segments that graphs read, of which some move the memory.
@@ -135,7 +135,8 @@ class Workload:
     token of `generate` by a graph of ours, with the draw of the next, and "softmax", the part of a training step that
     the losses and their gradients are, and "step", all that a step of `txl-train` is. The model is in bf16, or in fp32
     with `autocast`.
-    `compiled` may be "layers", each by itself, or "graph", all of a decoded token in fp32.
+    `compiled` may be "layers", each by itself, or "graph", all of a decoded token in fp32. `optimizer` is that of a
+    "step", by the name that `txl-train` has for it.
     """
 
     task: str

@@ -53,7 +53,7 @@ FLAT = {
 }
 # (limit, goal). Of the goal of the library, 2,200 are for memory files, GPUs, Conformers and agents.
 LIMITS = {
-    "lines of the library": (19_699, 19_700),
+    "lines of the library": (19_700, 19_700),
     "lines of installed programs": (1_026, 1_100),
     "flat modules": (7, 12),
     "files of the Hub set": (13, 13),

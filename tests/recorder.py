@@ -81,7 +81,7 @@ class Tape:
             for function, args, kwargs, result in tape.calls:
                 if function is torch.ops.aten.copy_.default and _share_storage(*args[:2]):
                     # In the other order than a CPU, because a GPU copies in any.
-                    for place, tensor in reversed(list(zip(args[0].unbind(2), args[1].unbind(2), strict=True))):
+                    for place, tensor in reversed(list(zip(args[0].unbind(-2), args[1].unbind(-2), strict=True))):
                         place.copy_(tensor)
                     continue
                 for place, tensor in zip(tree_leaves(result), tree_leaves(function(*args, **kwargs)), strict=True):

@@ -140,10 +140,7 @@ class SegmentsAlike:
     def _capture(self, ids: Tensor, cache: MemoryCache, launch: Callable[[Tensor], Tensor]) -> None:
         state, self._ids, self._layers = decoding_state_of(cache), ids, cache.layers
         projected, now, length = dict(state.rel_keys), self._layers[0].end, ids.shape[1]
-        counted, shared = self._layers[0].cumulative_length, dict[str, Any]()
-        if ids.is_cuda:
-            # The graphs share memory, because they run one after the other.
-            shared = {"stream": torch.cuda.Stream(ids.device), "pool": torch.cuda.graph_pool_handle()}
+        counted, shared = self._layers[0].cumulative_length, shared_by_graphs(ids.device)
         # Each capture moves the layers on, as a launch does: the first begins where the room is used up.
         ends = range(self._memory_length + length, now + 1, length)
         for before, end in zip((now, *ends), ends, strict=False):
@@ -169,11 +166,17 @@ class SegmentsAlike:
             layer.keep(end)
 
 
-def capture(step: Step, device: torch.device, instead: str, **shared: Any) -> Step | None:
-    """The graph of a step; None, after a warning that says what is done `instead`, where none can be captured.
-    `shared`: stream and memory that it shares with other graphs, as arguments of the recorder.
+def shared_by_graphs(device: torch.device, priority: int = 0) -> dict[str, Any]:
+    """A stream and memory for graphs that never run at the same time, as arguments of their recorder."""
+    if device.type != "cuda":
+        return {}
+    return {"stream": torch.cuda.Stream(device, priority=priority), "pool": torch.cuda.graph_pool_handle()}
 
-    Autocast's cache is off, so that the graph casts the weights itself: other threads share and clear cached casts.
+
+def capture(step: Step, device: torch.device, instead: str, **shared: Any) -> Step | None:
+    """The graph of a step, with what it shares (`shared_by_graphs`); None, after a warning that says what is done
+    `instead`, where none can be captured. Autocast's cache is off, so that the graph casts the weights itself: other
+    threads share and clear cached casts.
     """
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..memories import cloned_states, memory_of
 from ..transfo_xl import adaptive_transfo_xl
-from .captured import RECORDERS
+from .captured import RECORDERS, shared_by_graphs
 from .softmax import capacities_of_bins, fixed_capacities
 from .weights import ProductWeights
 
@@ -137,11 +137,9 @@ class CapturedSteps:
 
     def _capture(self, kind: tuple, inputs: dict[str, Tensor], memory: Memory) -> None:
         device = inputs["input_ids"].device
-        if device.type == "cuda" and not self._shared:
-            # A priority of its own, because streams of one priority are reused, and when a graph of an evaluation is
-            # destroyed, PyTorch (from 2.12 on) frees cuBLAS's memory for the stream on which it was captured.
-            stream = torch.cuda.Stream(device, priority=-1)
-            self._shared = {"stream": stream, "pool": torch.cuda.graph_pool_handle()}
+        # A priority of its own, because streams of one priority are reused, and when a graph of an evaluation is
+        # destroyed, PyTorch (from 2.12 on) frees cuBLAS's memory for the stream on which it was captured.
+        self._shared = self._shared or shared_by_graphs(device, priority=-1)
         shapes = kind[0]
         try:
             self._gradients = self._gradients or Gradients(self._forward, self._dtype)
